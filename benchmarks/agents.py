@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.common import Engine, Summary, machine, model, table, write_results
+from benchmarks.paired import turns
 
 PROMPT, RESPONSE, APPENDED = (150, 400), (20, 60), (20, 80)
 """Fewest and most tokens, of the first prompt, of a response and of what a tool appends."""
@@ -160,10 +161,10 @@ def main() -> None:
     found: dict[str, list[dict[str, float]]] = {name: [] for name, *_ in sides}
     with Engine(options, bind="0|1") as engine:
         engine.wait_until_ready()
-        for repeat in range(args.repeats + 2):  # the first two are learnt from
+        # The first two are learnt from.
+        for repeat, order in enumerate(turns(sides, args.repeats + 2)):
             batch = drawn(repeat, args.trajectories, args.skewed)
-            shift = repeat % len(sides)
-            for name, layout, forced in sides[shift:] + sides[:shift]:
+            for name, layout, forced in order:
                 key = f"{repeat}-{len(found[name])}"
                 result = engine.call(serve, batch, f"{name}-{key}", layout, forced)
                 if repeat > 1:

@@ -213,21 +213,21 @@ _SETTLE_SECONDS = 0.05
 # -------------------------------------------------------------------- memory bandwidth
 
 
-def memcpy_bandwidth(cores: Sequence[int], num_bytes: int = 64 << 20) -> float:
+def memcpy_bandwidth(cores: Sequence[int]) -> float:
     """Bytes per second that one copying process per core moves, all at the same time."""
     context = multiprocessing.get_context("spawn")
     begin_at = time.monotonic() + 3.0
     with context.Pool(len(cores)) as pool:
-        rates = pool.starmap(_copy_rate, [(core, num_bytes, begin_at) for core in cores], 1)
+        rates = pool.starmap(_copy_rate, [(core, begin_at) for core in cores], 1)
     return sum(rates)
 
 
-def _copy_rate(core: int, num_bytes: int, begin_at: float) -> float:
+def _copy_rate(core: int, begin_at: float) -> float:
     import numpy as np
 
     os.sched_setaffinity(0, {core})
-    source = np.ones(num_bytes, np.uint8)
-    target = np.ones(num_bytes, np.uint8)
+    source = np.ones(_COPIED_BYTES, np.uint8)
+    target = np.ones(_COPIED_BYTES, np.uint8)
     while time.monotonic() < begin_at:
         time.sleep(1e-3)
     times = []
@@ -235,7 +235,10 @@ def _copy_rate(core: int, num_bytes: int, begin_at: float) -> float:
         begun = time.perf_counter()
         np.copyto(target, source)
         times.append(time.perf_counter() - begun)
-    return num_bytes / statistics.median(times)
+    return _COPIED_BYTES / statistics.median(times)
+
+
+_COPIED_BYTES = 64 << 20
 
 
 # -------------------------------------------------------------------- results

@@ -31,7 +31,7 @@ _ENDING = 20.0
 """Seconds for a process to end after SIGTERM, or when it has nothing more to do."""
 
 
-def environment(ranks: int, given: Mapping[str, str] = os.environ) -> dict[str, str]:
+def environment(ranks: int) -> dict[str, str]:
     """Variables for engine processes with `ranks` ranks; what the user has set stays.
 
     On a CPU every rank gets a core of its own where there are enough, else one thread.
@@ -56,7 +56,7 @@ def environment(ranks: int, given: Mapping[str, str] = os.environ) -> dict[str, 
         # for microseconds of a step.
         "TORCHDYNAMO_DISABLE": "1",
     }
-    chosen = {**defaults, **given}
+    chosen = {**defaults, **os.environ}
     # It would override `kv_cache_memory_bytes`.
     chosen.pop("VLLM_CPU_KVCACHE_SPACE", None)
     return chosen
@@ -154,7 +154,7 @@ def run_module(
             finally:
                 if hangs:
                     process.terminate()
-                    _wait(process, _ENDING)
+                    _wait(process)
                 _end_what_is_left(process)
         return Ended(None if hangs else process.poll(), log.read_text(errors="replace"), answer)
 
@@ -192,10 +192,9 @@ def _whole_line(lines: TextIO) -> str | None:
     return None
 
 
-def _wait(process: subprocess.Popen[bytes], seconds: float) -> None:
-    until = time.monotonic() + seconds
-    while process.poll() is None and time.monotonic() < until:
-        time.sleep(_LOOK)
+def _wait(process: subprocess.Popen[bytes]) -> None:
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(_ENDING)
 
 
 def _end_what_is_left(process: subprocess.Popen[bytes]) -> None:
@@ -209,7 +208,7 @@ def _end_what_is_left(process: subprocess.Popen[bytes]) -> None:
             os.killpg(process.pid, 0)
             time.sleep(_LOOK)
         os.killpg(process.pid, signal.SIGKILL)
-    _wait(process, _ENDING)
+    _wait(process)
 
 
 @contextmanager

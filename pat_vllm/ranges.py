@@ -1,8 +1,20 @@
-"""Ranges of a command's options, declared once, beside an option's help."""
+"""Options of several commands, and ranges of options, declared once, beside an option's help."""
 
 from __future__ import annotations
 
-from typing import get_type_hints
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+PATOptions = Annotated[
+    dict[str, Any],
+    typer.Option(
+        metavar="JSON", help="PAT's options of the engine (base_tp, experts, ...), an object."
+    ),
+]
+EngineOptions = Annotated[
+    dict[str, Any], typer.Option(metavar="JSON", help="Further options of vLLM's LLM, an object.")
+]
 
 
 class Ranged:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 DRAFTERS = ("ngram", "ngram_gpu")
 """vLLM's methods that PAT serves. Their drafts come from a request's own tokens, so they have
@@ -10,6 +11,20 @@ neither weights nor a KV cache that a switch would have to carry."""
 
 Schedule = Sequence[tuple[int, int, int]]
 """vLLM's `num_speculative_tokens_per_batch_size`: (first batch size, last, draft length)."""
+
+
+def ngram_config(longest: int, method: str = "ngram") -> dict[str, Any]:
+    """A `speculative_config` of vLLM's for drafts of up to `longest` tokens that follow n-grams.
+
+    Args:
+        method: one of `DRAFTERS`.
+    """
+    return {
+        "method": method,
+        "num_speculative_tokens": longest,
+        "prompt_lookup_min": 2,
+        "prompt_lookup_max": 4,
+    }
 
 
 def draft_lengths(longest: int, schedule: Schedule | None) -> tuple[int, ...]:

@@ -42,7 +42,6 @@ ERROR_WITHIN = 30.0
 _GIVE_UP = 120.0
 """Seconds after which an engine that has not noticed is ended, so that the next has its turn."""
 _GONE_WITHIN = 60.0
-MOMENTS = ("batch", "switch", "verification", "storm", "asynchronous storm")
 _TURNS = ("storm", "switch", "asynchronous storm", "switch", "storm", "batch", "verification")
 STEP_TIMES_OUT_AFTER = 5
 """Seconds, where a worker is stopped and not killed. By default vLLM waits for a step 300 s."""
@@ -53,7 +52,7 @@ class Kill:
     """Whom to kill, and when.
 
     Attributes:
-        moment: one of `MOMENTS`.
+        moment: one of `_TURNS`.
         part: of a switch: one of `sabotage.PARTS`.
         call: which call of the part, or which verification.
         delay: in the middle of a batch or a storm: seconds.

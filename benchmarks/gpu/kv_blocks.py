@@ -43,7 +43,7 @@ def measure(stopwatch: Stopwatch, scale: Scale, copy_rate: float) -> dict[str, A
     Raises:
         AssertionError: what was packed or unpacked is wrong.
     """
-    shape = scale.models[0]
+    name, model = next(iter(scale.models.items()))
     bound = scale.kv_bytes
     if stopwatch.device.type == "cuda":
         bound = min(bound, torch.cuda.mem_get_info(stopwatch.device)[0] * 6 // 10)
@@ -51,13 +51,13 @@ def measure(stopwatch: Stopwatch, scale: Scale, copy_rate: float) -> dict[str, A
     rows: list[dict[str, Any]] = []
     skipped = set()
     for requests, tokens, wide in product(scale.requests, scale.tokens, scale.wide):
-        case = Case(shape, Layout(1, wide), Layout(wide, 1), requests, tokens)
+        case = Case(model, Layout(1, wide), Layout(wide, 1), requests, tokens)
         if case.words > len(memory):
             skipped.add((requests, tokens))
         else:
             rows += _measure_case(stopwatch, random_like(memory[: case.words]), case, copy_rate)
     left_out = [f"{requests} x {tokens}" for requests, tokens in sorted(skipped)]
-    return {"model": shape.name, "more_than_fits": left_out, "rows": rows}
+    return {"model": name, "more_than_fits": left_out, "rows": rows}
 
 
 @dataclass(frozen=True)

@@ -55,13 +55,13 @@ def _ceiling(part: Mapping[str, Any]) -> Iterator[str]:
     if len(part["gpus"]) > 1:
         rates = ", ".join(_rate(rate) for rate in part["gpus"])
         yield f"Copies on each GPU: {rates} GB/s.\n"
-    kinds = ("copy", "swap")
     yield record.table(
-        ("MiB", *(f"{kind} GB/s" for kind in kinds)),
+        ("MiB", "copy GB/s", "swap GB/s"),
         [
             (
                 f"{row['bytes'] / 2**20:g}",
-                *(_rate(row.get(f"{kind}_bytes_per_second")) for kind in kinds),
+                _rate(row["copy_bytes_per_second"]),
+                _rate(row["swap_bytes_per_second"]),
             )
             for row in part["rows"]
         ],
@@ -165,5 +165,5 @@ def _mib(size: int | None) -> str:
     return "packed" if size is None else f"{size / 2**20:,.1f}"
 
 
-def _rate(rate: float | None) -> str:
-    return "" if rate is None else f"{rate / 1e9:,.0f}"
+def _rate(rate: float) -> str:
+    return f"{rate / 1e9:,.0f}"

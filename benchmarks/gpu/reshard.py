@@ -13,10 +13,9 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.ceiling import random_like
-from benchmarks.gpu.shapes import Scale
+from benchmarks.gpu.shapes import LAYOUTS, Scale
 from benchmarks.gpu.timing import Stopwatch, milliseconds
 from pat_vllm.kernels.swap import ByteSwaps, RowSwap, prepare
-from pat_vllm.layout import Layout
 from pat_vllm.model_size import ModelSize
 from pat_vllm.weights.row_order import Block, RowOrder, block_of, common_unit, rounds
 from pat_vllm.weights.shards import EvenPartition, Partition, QKVPartition, pieces_of
@@ -36,28 +35,30 @@ def measure(stopwatch: Stopwatch, scale: Scale, copy_rate: float) -> dict[str, A
         AssertionError: a row is not where it should be.
     """
     rows: list[dict[str, Any]] = []
-    for shape in scale.models:
-        weights = _Weights(shape, scale.layouts[0].tp, stopwatch.device)
+    for name, model in scale.models.items():
+        weights = _Weights(model, stopwatch.device)
         for rank in scale.ranks:
-            for walk in _walks(scale.layouts):
-                measured = _measure_walk(stopwatch, weights, rank, walk, scale.layouts, copy_rate)
-                rows += [{"model": shape.name, **row} for row in measured]
+            for walk in _walks():
+                measured = _measure_walk(stopwatch, weights, rank, walk, copy_rate)
+                rows += [{"model": name, **row} for row in measured]
         del weights
     return {"restored": "every walk, byte for byte", "rows": rows}
+
+
+_BASE = LAYOUTS[0]
 
 
 class _Weights:
     """The fused matrices of all layers, as one device holds them in the base layout."""
 
-    def __init__(self, model: ModelSize, base_tp: int, device: torch.device) -> None:
-        self._base_tp = base_tp
+    def __init__(self, model: ModelSize, device: torch.device) -> None:
         self.partitions: dict[str, Partition] = {
             "qkv": QKVPartition(model.heads, model.kv_heads, model.head_dim, model.head_dim),
             "gate_up": EvenPartition((model.intermediate, model.intermediate)),
         }
         self.tensors: dict[str, list[torch.Tensor]] = {}
         for name, partition in self.partitions.items():
-            size = partition.shard(base_tp, 0).size, model.hidden
+            size = partition.shard(_BASE.tp, 0).size, model.hidden
             self.tensors[name] = [
                 random_like(torch.empty(size, dtype=torch.bfloat16, device=device))
                 for _ in range(model.layers)
@@ -66,12 +67,12 @@ class _Weights:
             name: [tensor.clone() for tensor in tensors] for name, tensors in self.tensors.items()
         }
 
-    def blocks(self, rank: int, layouts: Sequence[Layout]) -> dict[str, dict[int, Block]]:
+    def blocks(self, rank: int) -> dict[str, dict[int, Block]]:
         """Where each layout's shard is brought together, by matrix and tp."""
         found = {}
-        tp_ranks = {layout.tp: layout.tp_rank_of(rank) for layout in layouts}
+        tp_ranks = {layout.tp: layout.tp_rank_of(rank) for layout in LAYOUTS}
         for name, partition in self.partitions.items():
-            whole = partition.shard(self._base_tp, tp_ranks[self._base_tp])
+            whole = partition.shard(_BASE.tp, tp_ranks[_BASE.tp])
             pieces = {tp: pieces_of(partition.shard(tp, at), whole) for tp, at in tp_ranks.items()}
             unit = common_unit(whole.size, pieces.values())
             found[name] = {tp: block_of(of_tp, whole.size, unit) for tp, of_tp in pieces.items()}
@@ -92,9 +93,9 @@ class _Weights:
             assert all(map(_same, tensors, self.original[name])), f"{name} is not as it was"
 
 
-def _walks(layouts: Sequence[Layout]) -> Iterator[tuple[int, ...]]:
+def _walks() -> Iterator[tuple[int, ...]]:
     """Ways from the base layout and back by which every layout is reached from every other."""
-    base, *others = (layout.tp for layout in layouts)
+    base, *others = (layout.tp for layout in LAYOUTS)
     yield from ((base, tp, base) for tp in others)
     yield from ((base, a, b, base) for a, b in permutations(others, 2))
 
@@ -104,10 +105,9 @@ def _measure_walk(
     weights: _Weights,
     rank: int,
     walk: Sequence[int],
-    layouts: Sequence[Layout],
     copy_rate: float,
 ) -> list[dict[str, Any]]:
-    blocks = weights.blocks(rank, layouts)
+    blocks = weights.blocks(rank)
     begun = time.perf_counter()
     moves = [_plan(weights, blocks, source, target) for source, target in pairwise(walk)]
     planning = (time.perf_counter() - begun) / len(moves)

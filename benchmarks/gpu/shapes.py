@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -10,25 +11,12 @@ from pat_vllm.known_models import MODEL_SHAPES
 from pat_vllm.layout import Layout
 from pat_vllm.model_size import ModelSize
 
-
-@dataclass(frozen=True)
-class ModelShape(ModelSize):
-    """A dense decoder with a name."""
-
-    name: str
-
-    @classmethod
-    def known(cls, name: str) -> ModelShape:
-        """One of `MODEL_SHAPES`."""
-        return cls(**vars(ModelSize.of(MODEL_SHAPES[name])), name=name)
-
-
-LLAMA_8B = ModelShape.known("llama-3.1-8b")
-QWEN_14B = ModelShape.known("qwen3-14b")
-TINY = ModelShape(2, 64, 8, 4, 16, 128, 512, tied=False, name="tiny")
+TINY = ModelSize(2, 64, 8, 4, 16, 128, 512, tied=False)
 
 RANKS = 8
 """Devices of the engines whose shards are measured."""
+LAYOUTS = tuple(Layout.of(tp, RANKS) for tp in (1, 2, 4, 8))
+"""Of these engines, the base layout first."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +24,7 @@ class Scale:
     """How much is measured.
 
     Attributes:
+        models: dense decoders, by name.
         copies: bytes of a copy.
         ranks: which of the `RANKS` devices' reshards.
         requests, tokens: what KV is moved for, and how much of each.
@@ -44,7 +33,7 @@ class Scale:
         repeats: runs of which the median is taken.
     """
 
-    models: tuple[ModelShape, ...]
+    models: Mapping[str, ModelSize]
     copies: tuple[int, ...]
     ranks: tuple[int, ...]
     requests: tuple[int, ...]
@@ -52,16 +41,15 @@ class Scale:
     wide: tuple[int, ...]
     kv_bytes: int
     repeats: int
-    tps: tuple[int, ...] = (1, 2, 4, 8)
 
-    @property
-    def layouts(self) -> tuple[Layout, ...]:
-        """Of the engines, the base layout first."""
-        return tuple(Layout.of(tp, RANKS) for tp in self.tps)
+
+def _known(*names: str) -> dict[str, ModelSize]:
+    """Of `MODEL_SHAPES`."""
+    return {name: ModelSize.of(MODEL_SHAPES[name]) for name in names}
 
 
 _FULL = Scale(
-    models=(LLAMA_8B, QWEN_14B),
+    models=_known("llama-3.1-8b", "qwen3-14b"),
     copies=tuple(n << 20 for n in (1, 4, 16, 64, 256, 1024, 4096)),
     ranks=tuple(range(RANKS)),
     requests=(1, 4, 16, 64),
@@ -71,7 +59,7 @@ _FULL = Scale(
     repeats=9,
 )
 _QUICK = Scale(
-    models=(LLAMA_8B,),
+    models=_known("llama-3.1-8b"),
     copies=tuple(n << 20 for n in (16, 256, 1024)),
     ranks=(0, 3, 7),
     requests=(1, 16),
@@ -81,7 +69,7 @@ _QUICK = Scale(
     repeats=5,
 )
 _TINY = Scale(
-    models=(TINY,),
+    models={"tiny": TINY},
     copies=(1 << 16, 1 << 20),
     ranks=(0, 5, 7),
     requests=(1, 3),

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from benchmarks.common import Engine, awake, ngram
-from benchmarks.rollouts.arithmetic import problem
+from benchmarks.paired import turns
+from benchmarks.rollouts.arithmetic import Problem, problem
 from benchmarks.rollouts.model import Row, by_length, of_responses, prompt_ids
 from benchmarks.rollouts.records import Response, Rollouts
 from benchmarks.rollouts.reward import graded
@@ -127,10 +128,9 @@ def learn(
             engine.wait_until_ready()
             engine.pause()
             engines[side] = engine, asked
-        for epoch in range(epochs):
+        for epoch, order in enumerate(turns(sides, epochs)):
             found: dict[str, Rollout] = {}
-            # Whoever came first in an epoch comes last in the next.
-            for side in [*sides[epoch % len(sides) :], *sides[: epoch % len(sides)]]:
+            for side in order:
                 engine, asked = engines[side]
                 with awake([engine]):
                     answers, found[side] = engine.call(
@@ -141,23 +141,10 @@ def learn(
                 print(epoch, side, found[side], flush=True)
             began = time.monotonic()
             rows = [(questions[one.question], one.tokens) for one in made]
-            rewards = [
-                float(graded(tokenizer.decode(one.tokens)) == problems[one.question].answer)
-                for one in made
-            ]
             logs, max_p, entropy = _statistics(policy, rows)
-            done += [
-                Response(
-                    one.question,
-                    epoch,
-                    np.array(one.tokens, np.int32),
-                    one.seconds,
-                    reward,
-                    most,
-                    nats,
-                )
-                for one, reward, most, nats in zip(made, rewards, max_p, entropy, strict=True)
-            ]
+            new = responses_of(made, epoch, problems, tokenizer, max_p, entropy)
+            done += new
+            rewards = [one.reward for one in new]
             gains = advantages([one.question for one in made], rewards)
             _train(policy, optimizer, rows, gains, logs, rng)
             policy.save_pretrained(scratch)
@@ -166,6 +153,34 @@ def learn(
             shown.append(Epoch(found, time.monotonic() - began))
             print(f"reward {np.mean(rewards):.3f}", flush=True)
     return kept, shown
+
+
+def responses_of(
+    made: Sequence[Made],
+    epoch: int,
+    problems: Sequence[Problem],
+    tokenizer: Any,
+    max_p: Sequence[float],
+    entropy: Sequence[float],
+) -> list[Response]:
+    """What is kept of an epoch's rollout, graded.
+
+    Args:
+        problems: that were asked, by question.
+        max_p, entropy: of each response.
+    """
+    return [
+        Response(
+            one.question,
+            epoch,
+            np.array(one.tokens, np.int32),
+            one.seconds,
+            float(graded(tokenizer.decode(one.tokens)) == problems[one.question].answer),
+            most,
+            nats,
+        )
+        for one, most, nats in zip(made, max_p, entropy, strict=True)
+    ]
 
 
 def advantages(groups: Sequence[int], rewards: Sequence[float]) -> np.ndarray:

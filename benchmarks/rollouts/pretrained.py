@@ -15,9 +15,8 @@ import numpy as np
 
 from benchmarks.common import Engine
 from benchmarks.rollouts.arithmetic import problem
-from benchmarks.rollouts.learn import HISTORY, Epoch, engine_options, roll_out
+from benchmarks.rollouts.learn import HISTORY, Epoch, engine_options, responses_of, roll_out
 from benchmarks.rollouts.records import Response, Rollouts
-from benchmarks.rollouts.reward import graded
 
 MOST_TOKENS = 256
 """Of a response."""
@@ -55,17 +54,8 @@ def visits(
                 roll_out, None, questions, samples, drafts or None, MOST_TOKENS, None, True
             )
             shown.append(Epoch({HISTORY: rollout}, 0.0))
-            done += [
-                Response(
-                    one.question,
-                    epoch,
-                    np.array(one.tokens, np.int32),
-                    one.seconds,
-                    float(graded(tokenizer.decode(one.tokens)) == problems[one.question].answer),
-                    one.max_p,
-                    np.nan,
-                )
-                for one in made
-            ]
+            max_p = [one.max_p for one in made]
+            unknown = [np.nan] * len(made)
+            done += responses_of(made, epoch, problems, tokenizer, max_p, unknown)
             print(shown[-1], flush=True)
     return Rollouts([np.array(ids, np.int32) for ids in questions], done), shown

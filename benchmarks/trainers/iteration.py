@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.bench.workloads import WORKLOADS, Workload
-from benchmarks.common import Summary, table
+from benchmarks.common import Summary, table, write_results
 from benchmarks.paired import paired_ratio
+from pat_vllm.reporting import Report
 from pat_vllm.simulator.traces import LengthTrace
 
 PAT = "PAT"
@@ -61,9 +62,29 @@ class Times:
         """Seconds of sync and rollout of each repeat."""
         return [sync + rollout for sync, rollout in zip(self.syncs, self.rollouts, strict=True)]
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain lists."""
-        return {"syncs": self.syncs, "rollouts": self.rollouts, "switches": self.switches}
+    def add(self, began: float, synced: float, done: float, report: Report | None) -> None:
+        """Note a repeat, by times on the monotonic clock.
+
+        Args:
+            report: of an engine with PAT, made after it.
+        """
+        self.syncs.append(synced - began)
+        self.rollouts.append(done - synced)
+        switches = () if report is None else report.switches
+        self.switches.append(sum(one.at > synced and one.reason != "idle" for one in switches))
+
+
+def write(
+    trainer: str,
+    args: argparse.Namespace,
+    facts: Mapping[str, Any],
+    trace: LengthTrace,
+    sides: Mapping[str, Times],
+) -> None:
+    """Write what was measured; `facts` are the machine's. See `report`."""
+    name = "-".join(filter(None, [trainer, args.workload, args.static]))
+    body = {"arguments": vars(args), "sides": sides}
+    write_results(name, facts, body, report(WORKLOADS[args.workload], trace, sides))
 
 
 def report(workload: Workload, trace: LengthTrace, sides: Mapping[str, Times]) -> str:

@@ -24,15 +24,16 @@ from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.bench.workloads import MAX_TOKENS, WORKLOADS, Workload
-from benchmarks.common import ENVIRONMENT, PARK_SECONDS, ROOT, machine, write_results
+from benchmarks.common import ENVIRONMENT, PARK_SECONDS, ROOT, machine
+from benchmarks.paired import turns
 from benchmarks.trainers.iteration import (
     CLAIRVOYANT,
     PAT,
     SAMPLES,
     Times,
     parser,
-    report,
     static_sides,
+    write,
 )
 
 DEVICES = 2
@@ -73,12 +74,7 @@ def main() -> None:
     facts = machine()
     static = static_sides(args, STATIC)
     sides = measure(workload, static, args.repeats, args.seed, args.clairvoyant)
-    body = {
-        "arguments": vars(args),
-        "sides": {name: times.to_json() for name, times in sides.items()},
-    }
-    name = "-".join(filter(None, ["openrlhf", workload.name, args.static]))
-    write_results(name, facts, body, report(workload, workload.trace(1, seed=args.seed), sides))
+    write("openrlhf", args, facts, workload.trace(1, seed=args.seed), sides)
 
 
 def _enter_environment() -> None:
@@ -126,10 +122,9 @@ def measure(
             if name in static:
                 engines[name] = _start(path, count, tp)
         sides = {name: OpenRLHFSide(made, _sync_group(made)) for name, made in engines.items()}
-        for repeat in range(repeats + 1):
+        for repeat, order in enumerate(turns(list(sides), repeats + 1)):
             batch = _batch(workload, repeat, seed)
-            order = list(sides)
-            for name in order if repeat % 2 else reversed(order):
+            for name in order:
                 _turn(sides[name], batch, tokenizer, weights, count=repeat > 0)
     finally:
         ray.shutdown()
@@ -241,19 +236,9 @@ def _turn(
     made = sum(int(sample.response_length.item()) for sample in samples)
     assert made == total, f"{made} tokens in place of {total}"
     if count:
-        side.times.syncs.append(synced - began)
-        side.times.rollouts.append(done - synced)
-        side.times.switches.append(_switches(side.engines[0], since=synced))
-
-
-def _switches(engine: Any, since: float) -> int:
-    """How often it switched in the rollout that began then."""
-    import ray
-
-    if not hasattr(engine, "pat_report"):
-        return 0
-    report = ray.get(engine.pat_report.remote())
-    return sum(one.at > since and one.reason != "idle" for one in report.switches)
+        first = side.engines[0]
+        report = ray.get(first.pat_report.remote()) if hasattr(first, "pat_report") else None
+        side.times.add(began, synced, done, report)
 
 
 def _strategy(prompts: int) -> Any:

@@ -26,15 +26,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.bench.workloads import SCALES, WORKLOADS
-from benchmarks.common import PARK_SECONDS, ROOT, machine, stock_limits, write_results
+from benchmarks.common import PARK_SECONDS, ROOT, machine, stock_limits
+from benchmarks.paired import turns
 from benchmarks.trainers.iteration import (
     CLAIRVOYANT,
     PAT,
     SAMPLES,
     Times,
     parser,
-    report,
     static_sides,
+    write,
 )
 from pat_vllm.simulator.traces import LengthTrace
 from tests.verl.environment import variables
@@ -70,12 +71,7 @@ def main() -> None:
     ]
     static = static_sides(args, STATIC)
     sides = measure(traces, static, args.clairvoyant)
-    body = {
-        "arguments": vars(args),
-        "sides": {name: times.to_json() for name, times in sides.items()},
-    }
-    name = "-".join(filter(None, ["verl", workload.name, args.static]))
-    write_results(name, facts, body, report(workload, traces[1], sides))
+    write("verl", args, facts, traces[1], sides)
 
 
 def _enter_environment() -> None:
@@ -112,10 +108,9 @@ def measure(
             sides[DEFAULT] = _start(model, name="vllm", first_replica=1, **limits)
         if REPLICAS in static:
             sides[REPLICAS] = _start(model, name="vllm", tp=1, first_replica=2)
-        for repeat, trace in enumerate(traces):
-            order = list(sides)
-            for name in order if repeat % 2 else reversed(order):
-                _turn(sides[name], model, trace, repeat)
+        for repeat, order in enumerate(turns(list(sides), len(traces))):
+            for name in order:
+                _turn(sides[name], model, traces[repeat], repeat)
     last = sorted(sides, key=lambda name: name == PAT)
     return {name: sides[name].times for name in last}
 
@@ -149,9 +144,8 @@ def _turn(side: VerlSide, model: Path, trace: LengthTrace, repeat: int) -> None:
 
     assert [len(response.token_ids) for response in responses] == list(trace.lengths)
     if repeat:
-        side.times.syncs.append(pushed - began)
-        side.times.rollouts.append(done - pushed)
-        side.times.switches.append(_switches(server, since=pushed))
+        report = server.call("pat_report") if hasattr(server.actor, "pat_report") else None
+        side.times.add(began, pushed, done, report)
 
 
 def _prompts(trace: LengthTrace) -> list[list[int]]:
@@ -161,14 +155,6 @@ def _prompts(trace: LengthTrace) -> list[list[int]]:
     for tokens in trace.num_prompt_tokens[::SAMPLES]:
         prompts += [[rng.randrange(300, 4000) for _ in range(tokens)]] * SAMPLES
     return prompts[: len(trace)]
-
-
-def _switches(server: Server, since: float) -> int:
-    """How often it switched in the rollout that began then."""
-    if not hasattr(server.actor, "pat_report"):
-        return 0
-    report = server.call("pat_report")
-    return sum(one.at > since and one.reason != "idle" for one in report.switches)
 
 
 if __name__ == "__main__":

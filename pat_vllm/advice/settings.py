@@ -8,6 +8,7 @@ from typing import Any
 
 from pat_vllm.advice.replay import PLAIN, TUNED, draft_schedule
 from pat_vllm.advice.verdict import Advice
+from pat_vllm.speculation import ngram_config
 
 CHECKPOINT, LENGTHS_FILE = "CHECKPOINT", "/PATH/lengths.json"
 PLACEHOLDERS = {
@@ -39,7 +40,9 @@ def settings(
             "tensor_parallel_size": rollouts.profile.ranks,
             "distributed_executor_backend": "pat",
             "max_num_seqs": max_num_seqs,
-            "speculative_config": _ngram(rollouts.draft_lengths[-1]) if advice.drafts else None,
+            "speculative_config": ngram_config(rollouts.draft_lengths[-1])
+            if advice.drafts
+            else None,
             "additional_config": {"pat": pat_options(advice, profile)},
         }
         return _forms(model, options, engines=1, mixture=False)
@@ -75,19 +78,10 @@ def _drafts(advice: Advice) -> dict[str, Any] | None:
     if drafts == PLAIN:
         return None
     if drafts != TUNED:
-        return _ngram(int(drafts.removeprefix("k = ")))
+        return ngram_config(int(drafts.removeprefix("k = ")))
     schedule = [list(entry) for entry in draft_schedule(advice.rollouts, advice.static)]
     longest = max(1, *(k for *_, k in schedule))
-    return {**_ngram(longest), "num_speculative_tokens_per_batch_size": schedule}
-
-
-def _ngram(tokens: int) -> dict[str, Any]:
-    return {
-        "method": "ngram",
-        "num_speculative_tokens": tokens,
-        "prompt_lookup_min": 2,
-        "prompt_lookup_max": 4,
-    }
+    return {**ngram_config(longest), "num_speculative_tokens_per_batch_size": schedule}
 
 
 def _forms(model: str, options: Mapping[str, Any], engines: int, mixture: bool) -> dict[str, str]:

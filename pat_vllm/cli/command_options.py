@@ -1,12 +1,12 @@
 """What users ask of `demo`, `profile` and `random-model`: their options, declared once."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from pat_vllm.ranges import Ranged
+from pat_vllm.ranges import EngineOptions, PATOptions, Ranged
 
 _AS_IN_VLLM = "As in vLLM."
 _MOST_WIDTH, _MOST_HEADS = 1 << 18, 1 << 12
@@ -105,16 +105,8 @@ class ProfileOptions(Ranged):
             help="As in vLLM, an object; measures steps with drafts, too.",
         ),
     ] = field(default_factory=dict)
-    pat: Annotated[
-        dict[str, Any],
-        typer.Option(
-            metavar="JSON", help="PAT's options of the engine (base_tp, experts, ...), an object."
-        ),
-    ] = field(default_factory=dict)
-    engine: Annotated[
-        dict[str, Any],
-        typer.Option(metavar="JSON", help="Further options of vLLM's LLM, an object."),
-    ] = field(default_factory=dict)
+    pat: PATOptions = field(default_factory=dict)
+    engine: EngineOptions = field(default_factory=dict)
     output: Annotated[
         Path | None, typer.Option(help="JSON to write; named after the engine by default.")
     ] = None
@@ -125,13 +117,6 @@ class ProfileOptions(Ranged):
         float | None,
         typer.Option(min=1, max=1_000_000, help="Seconds after which the rest is left out."),
     ] = None
-
-    def vllm_arguments(self) -> dict[str, Any]:
-        """Keyword arguments of `vllm.LLM`, without those that are left to vLLM."""
-        given = asdict(self).items()
-        ours = ("pat", "engine", "output", "quick", "budget")
-        named = {k: v for k, v in given if k not in ours and v is not None and v != {}}
-        return {**named, **self.engine}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ from pat_vllm.files.reading import name_of, read_json_object
 from pat_vllm.layer_sizes import size_of
 from pat_vllm.layout import Layout
 from pat_vllm.mixture import Mixture
+from pat_vllm.speculation import ngram_config
 
 # On a CPU all ranks share the memory, so replicas gain nothing while reading weights is what takes
 # the time; they gain at sampling, which each rank of a TP group does for the whole batch. With a
@@ -47,7 +48,6 @@ OWN_MODELS: Mapping[str, Mapping[str, Any]] = {
     },
 }
 """Others of the demo's own, by the name that stands for a checkpoint."""
-_NGRAMS = dict(method="ngram", prompt_lookup_min=2, prompt_lookup_max=4)
 
 PROMPT_TOKENS = (8, 32)
 MIN_LENGTH = 4
@@ -164,7 +164,7 @@ def run_spec(
     contexts = [len(p) + n + drafts for p, n in zip(batch.prompts, batch.lengths, strict=True)]
     engine = engine_with_room(model, config, ranks, options, [contexts], batch.longest)
     if drafts:
-        engine["speculative_config"] = {**_NGRAMS, "num_speculative_tokens": drafts}
+        engine["speculative_config"] = ngram_config(drafts)
     return RunSpec(engine, batch, warm_up, ways, rounds)
 
 

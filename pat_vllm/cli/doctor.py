@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from pat_vllm.cli.options import check_engine, missing, options_of
+from pat_vllm.cli.options import check_engine, failed, missing, options_of
 from pat_vllm.doctor.options import Options
 from pat_vllm.text_only import without_vision_and_audio
 
@@ -42,8 +42,7 @@ def run_doctor(options: Options) -> None:
     except ImportError as error:
         raise missing(error) from error
     except OSError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(1) from error
+        raise failed(error) from error
     if report.failed is not None:
         raise typer.Exit(1)
 

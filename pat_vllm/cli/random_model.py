@@ -151,17 +151,26 @@ def write_model(path: Path, model: RandomModel) -> int:
     return sum(weight.numel() for weight in weights.values())
 
 
-def _check(path: Path, model: RandomModel) -> None:
-    """Refuse what can't be built or vLLM can't load."""
-    arch, hidden, heads, phrase = model.arch, model.hidden, model.heads, model.phrase
+def check_written(path: Path, dtype: str) -> None:
+    """Refuse a directory that is not empty, and weights of a type that vLLM can't load.
+
+    Raises:
+        ValueError: says which.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype={shown(dtype)} must be one of {', '.join(DTYPES)}")
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ValueError(
             f"path={name_of(path)} is not an empty directory: remove it or name another"
         )
+
+
+def _check(path: Path, model: RandomModel) -> None:
+    """Refuse what can't be built or vLLM can't load."""
+    arch, hidden, heads, phrase = model.arch, model.hidden, model.heads, model.phrase
+    check_written(path, model.dtype)
     if arch not in ARCHS:
         raise ValueError(f"arch={shown(arch)} must be one of {', '.join(ARCHS)}")
-    if model.dtype not in DTYPES:
-        raise ValueError(f"dtype={shown(model.dtype)} must be one of {', '.join(DTYPES)}")
     if heads % model.kv_heads:
         raise ValueError(f"heads={heads} must be a multiple of kv_heads={model.kv_heads}")
     if arch in ("qwen2", "qwen2_moe", "olmoe") and hidden != (width := heads * model.head_dim):

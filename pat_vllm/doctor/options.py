@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from pat_vllm.ranges import Ranged
+from pat_vllm.ranges import EngineOptions, PATOptions, Ranged
 
 
 @dataclass(frozen=True)
@@ -24,16 +24,8 @@ class Options(Ranged):
     ranks: Annotated[
         int, typer.Option(min=2, max=1024, help="Worker processes, one for each GPU.")
     ] = 2
-    pat: Annotated[
-        dict[str, Any],
-        typer.Option(
-            metavar="JSON", help="PAT's options of the engine (base_tp, experts, ...), an object."
-        ),
-    ] = field(default_factory=dict)
-    engine: Annotated[
-        dict[str, Any],
-        typer.Option(metavar="JSON", help="Further options of vLLM's LLM, an object."),
-    ] = field(default_factory=dict)
+    pat: PATOptions = field(default_factory=dict)
+    engine: EngineOptions = field(default_factory=dict)
     shape: Annotated[
         str,
         typer.Option(

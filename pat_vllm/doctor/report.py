@@ -96,12 +96,7 @@ class Report:
 
     def to_json(self) -> str:
         """As text."""
-        return _REPORT.dump_json(self, indent=1).decode()
-
-    @classmethod
-    def from_json(cls, text: str) -> Report:
-        """Inverse of `to_json`."""
-        return _REPORT.validate_json(text)
+        return REPORT.dump_json(self, indent=1).decode()
 
     def without_names(self) -> Report:
         """Without the names of the machine, its user and their folders."""
@@ -114,10 +109,10 @@ class Report:
                 return [clean(inner) for inner in value]
             return without_names(value, names) if isinstance(value, str) else value
 
-        return _REPORT.validate_python(clean(_REPORT.dump_python(self, mode="json")))
+        return REPORT.validate_python(clean(REPORT.dump_python(self, mode="json")))
 
 
-_REPORT = TypeAdapter(Report)
+REPORT = TypeAdapter(Report)
 
 
 def without_names(text: str, names: dict[str, str]) -> str:

@@ -122,10 +122,9 @@ class _Stages:
         if options.model is None:
             return "no --model is given"
         if options.gpu is not None:
-            gpu = GPUS[gpu_named(options.gpu)].device
+            gpu: Device = GPUS[gpu_named(options.gpu)].device
         elif self.facts.devices:
-            least = min(self.facts.devices, key=lambda one: one.memory)
-            gpu = Device(least.memory, least.capability)
+            gpu = min(self.facts.devices, key=lambda one: one.memory)
         else:
             return "no GPU is here; --gpu names one to compute for"
         dtype = "bfloat16"

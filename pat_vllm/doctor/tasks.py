@@ -13,6 +13,7 @@ from pat_vllm.doctor.engine import Task
 from pat_vllm.doctor.environment import Facts
 from pat_vllm.doctor.options import Options
 from pat_vllm.doctor.serving import MAX_TOKENS, Prompts
+from pat_vllm.speculation import ngram_config
 
 POSITIONS = 4096
 """Of the random models: as many tokens as a request may have."""
@@ -53,15 +54,6 @@ class Models:
     vocab: int
     draft_lengths: tuple[int, ...] = ()
     dtype: str | None = None
-
-    def speculation(self, method: str) -> dict[str, Any]:
-        """A `speculative_config` for the longest of the drafts."""
-        return {
-            "method": method,
-            "prompt_lookup_min": 2,
-            "prompt_lookup_max": 4,
-            "num_speculative_tokens": max(self.draft_lengths),
-        }
 
     def engine(self, options: Options, facts: Facts) -> dict[str, Any]:
         """Keyword arguments of `vllm.LLM` that a random model asks for."""
@@ -120,7 +112,7 @@ def self_test(
     if not facts.on_cpu:
         engine["enable_sleep_mode"] = True
     if models.draft_lengths:
-        engine["speculative_config"] = models.speculation("ngram")
+        engine["speculative_config"] = ngram_config(max(models.draft_lengths))
     # All layouts that the options allow, since the model is not the user's.
     layouts = PATConfig.parse(options.pat).resolve_layouts(options.ranks)
     sizes = [layout.tp for layout in layouts]
@@ -160,7 +152,7 @@ def as_used(options: Options, models: Models, facts: Facts) -> tuple[Task, Task]
     drafts = () if "speculative_config" in engine else models.draft_lengths
     if drafts:
         method = "ngram" if on_cpu and facts.runner != "V2" else "ngram_gpu"
-        engine["speculative_config"] = models.speculation(method)
+        engine["speculative_config"] = ngram_config(max(drafts), method)
         if method == "ngram":
             why = "; ngram_gpu needs a GPU or Model Runner V2"
     pat = dict(options.pat)

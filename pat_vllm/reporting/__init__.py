@@ -4,7 +4,7 @@ Imports neither torch nor vLLM.
 """
 
 from pat_vllm.reporting.history import MAX_RECORDS, History, Records
-from pat_vllm.reporting.run import Run, drafts_over_time
+from pat_vllm.reporting.run import Run
 from pat_vllm.reporting.text import describe, describe_awaited
 from pat_vllm.reporting.values import (
     REFUSALS,
@@ -42,5 +42,4 @@ __all__ = [
     "SwitchReport",
     "describe",
     "describe_awaited",
-    "drafts_over_time",
 ]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pat_vllm.layout import Layout
 from pat_vllm.reporting.run import Run, Span, drafts_over_time
-from pat_vllm.reporting.text import summary, times_of
+from pat_vllm.reporting.text import summary
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -108,17 +108,6 @@ def draw_switch(axes: Axes, at: float, seconds: float, end: float) -> None:
     axes.axvspan(at, at + max(seconds, end / 500), color=SWITCH_COLOUR, alpha=0.8)
 
 
-def draw_row(axes: Axes, row: int, spans: Iterable[Span], colour: Mapping[Layout, str]) -> None:
-    """Layouts over time as a bar at the height `row`."""
-    for layout, start, stop in spans:
-        axes.barh(row, stop - start, left=start, height=0.7, color=colour[layout], alpha=0.75)
-
-
-def draw_switch_in_row(axes: Axes, row: int, at: float, seconds: float, end: float) -> None:
-    """`draw_switch`, on a bar of `draw_row`."""
-    axes.barh(row, max(seconds, end / 500), left=at, height=0.9, color=SWITCH_COLOUR)
-
-
 def draw_drafts(
     axes: Axes, samples: Sequence[DraftSample], began: float, seconds: float, width: float = 1.0
 ) -> None:
@@ -152,7 +141,7 @@ def plot_report(report: Report, path: Path) -> None:
     """Draw a report; for the errors, see `Report.plot`."""
     if not any(sample.num_seqs for sample in report.timeline):
         raise ValueError("the report has no requests to draw")
-    run = Run(report, *times_of(report))
+    run = Run.of(report)
     switches, drafts, end = run.switches, run.drafts, run.seconds
     costs = bool(switches or run.savings)
 
@@ -287,9 +276,11 @@ def plot_runs(title: str, runs: Sequence[tuple[str, str, Run]], path: Path) -> N
             linewidth=2.2 if switching else 1.6,
             label=f"{name}: {said}",
         )
-        draw_row(below, row, spans, colour)
+        for layout, start, stop in spans:
+            below.barh(row, stop - start, left=start, height=0.7, color=colour[layout], alpha=0.75)
         for switch in run.switches:
-            draw_switch_in_row(below, row, switch.at - run.began, switch.seconds, end)
+            width = max(switch.seconds, end / 500)
+            below.barh(row, width, left=switch.at - run.began, height=0.9, color=SWITCH_COLOUR)
         below.text(run.seconds, row, f" {run.seconds:.1f} s", va="center", fontsize=9)
     for number, switch in enumerate(last.switches):
         draw_switch(above, switch.at - last.began, switch.seconds, end)

@@ -30,6 +30,20 @@ class Run:
     began: float
     seconds: float
 
+    @classmethod
+    def of(cls, report: Report) -> Run:
+        """From the first request until the last thing that the report has."""
+        timeline = report.timeline
+        first = timeline[0].at if timeline else 0.0
+        began = next((one.at for one in timeline if one.num_seqs), first)
+        last = [
+            *(one.at for one in timeline[-1:]),
+            *(one.at + one.seconds for one in report.switches[-1:]),
+            *(one.at for one in report.drafts[-1:]),
+            *(one.at for one in report.predictor.savings[-1:]),
+        ]
+        return cls(report, began, max([one - began for one in last if one > began], default=1.0))
+
     def during(self, at: float) -> bool:
         """Whether a time on the report's clock lies in it."""
         return 0 <= at - self.began <= self.seconds

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Sequence
 from functools import reduce
 from operator import add
 from typing import TYPE_CHECKING
+
+from pat_vllm.reporting.run import Run
 
 if TYPE_CHECKING:
     from pat_vllm.reporting.values import BatchSavings, RefusedSwitch, Report, SwitchReport
@@ -22,7 +25,7 @@ def describe_report(report: Report) -> str:
 
     Of many switches and batches only the last are listed.
     """
-    began, _ = times_of(report)
+    began = Run.of(report).began
     happened = [
         *((one.at, _switch(one, began)) for one in report.switches),
         *((one.at, _refused(one, began)) for one in report.refused),
@@ -49,11 +52,11 @@ def summary(report: Report) -> str:
     ranks = report.layouts[0].world_size
     if not most:
         return f"no requests yet, {ranks} ranks"
-    began, end = times_of(report)
-    switches = [one for one in report.switches if one.at >= began and one.reason != "idle"]
+    run = Run.of(report)
+    switches = run.switches
     stalls = sum(one.seconds for one in switches)
     text = (
-        f"{most} requests at most, {ranks} ranks, {end:.1f} s; "
+        f"{most} requests at most, {ranks} ranks, {run.seconds:.1f} s; "
         f"{len(switches)} switch{'' if len(switches) == 1 else 'es'} in {stalls:.2f} s"
     )
     savings = report.predictor.savings
@@ -66,19 +69,6 @@ def summary(report: Report) -> str:
             f"(estimated; predicted {predicted:.1f} s)"
         )
     return text
-
-
-def times_of(report: Report) -> tuple[float, float]:
-    """When the first request came, on the report's clock, and seconds from then to its end."""
-    timeline = report.timeline
-    began = next((one.at for one in timeline if one.num_seqs), timeline[0].at if timeline else 0.0)
-    last = [
-        *(one.at for one in timeline[-1:]),
-        *(one.at + one.seconds for one in report.switches[-1:]),
-        *(one.at for one in report.drafts[-1:]),
-        *(one.at for one in report.predictor.savings[-1:]),
-    ]
-    return began, max([one - began for one in last if one > began], default=1.0)
 
 
 def switch_in_words(one: SwitchReport, began: float) -> str:
@@ -133,17 +123,17 @@ def describe(report: Report, started: float, seconds: float, responses: int) -> 
         responses: how many it made.
     """
     parts = [_made(seconds, responses)]
-    switches = [s for s in report.switches if s.at >= started and s.reason != "idle"]
-    parts += [switch_in_words(one, started) for one in switches]
-    if not switches:
+    run = Run(report, started, math.inf)
+    parts += [switch_in_words(one, started) for one in run.switches]
+    if not run.switches:
         parts.append("no switch")
     not_made = [one for one in report.refused if one.at >= started]
     refused = sum(one.expected for one in not_made)
     counts = ((refused, "refused"), (len(not_made) - refused, "failed to plan"))
     if any(count for count, _ in counts):
         parts.append(", ".join(f"{count} {what}" for count, what in counts if count))
-    drafts = [one for one in report.drafts if one.at >= started]
-    if drafted := sum(one.drafted for one in drafts):
+    if drafted := run.drafted:
+        drafts = run.drafts
         accepted = sum(one.accepted for one in drafts)
         lengths = sorted({one.num_speculative_tokens for one in drafts})
         steps = sum(one.steps for one in drafts)
@@ -155,7 +145,7 @@ def describe(report: Report, started: float, seconds: float, responses: int) -> 
         if repeated := sum(one.repeated_drafted for one in drafts):
             accepted = sum(one.repeated_accepted for one in drafts)
             parts[-1] += f" ({accepted} of {repeated} where earlier responses were known)"
-    parts += _saved([one for one in report.predictor.savings if one.at >= started])
+    parts += _saved(run.savings)
     if (predictor := report.predictor).responses:
         parts.append(f"learnt from {predictor.responses} responses in {predictor.batches} batches")
     return "; ".join(parts)

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from pat_vllm.cli import app
-from pat_vllm.doctor.report import Report
+from pat_vllm.doctor.report import REPORT, Report
 from tests.support.fork_server import Program
 
 
@@ -20,7 +20,7 @@ def doctor(folder: Path, *options: str) -> tuple[Report, str]:
     """The report that it wrote, and what it printed."""
     outcome = CliRunner().invoke(app, ["doctor", "--output-dir", str(folder), *options])
     assert (folder / "doctor.json").exists(), outcome.output
-    report = Report.from_json((folder / "doctor.json").read_text())
+    report = REPORT.validate_json((folder / "doctor.json").read_text())
     assert outcome.exit_code == (1 if report.failed else 0), outcome.output
     return report, outcome.output
 

@@ -20,12 +20,13 @@ from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, MambaSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from benchmarks.gpu.shapes import LLAMA_8B, QWEN_14B, ModelShape
 from pat_vllm.kernels import kv, suffix, swap
 from pat_vllm.kinds import LinearAttention
+from pat_vllm.known_models import MODEL_SHAPES
 from pat_vllm.kv_transfer.exchange import _words
 from pat_vllm.kv_transfer.kv_buffer import SharedKVBuffer
 from pat_vllm.layout import Layout
+from pat_vllm.model_size import ModelSize
 from pat_vllm.worker.layout_config import KV_LAYOUTS, layout_kv_cache_config
 from tests.support.kinds import full
 from tests.vllm.kernels.triton_kernels import (
@@ -38,10 +39,10 @@ from tests.vllm.kernels.triton_kernels import (
 
 pytestmark = [needs_triton, pytest.mark.costly]
 
-QWEN_32B = dataclasses.replace(
-    QWEN_14B, name="qwen3-32b", layers=64, hidden=5120, heads=64, intermediate=25600
-)
-ODD = dataclasses.replace(LLAMA_8B, name="80 elements in a head", hidden=2560, head_dim=80)
+LLAMA_8B, QWEN_14B = (ModelSize.of(MODEL_SHAPES[name]) for name in ("llama-3.1-8b", "qwen3-14b"))
+QWEN_32B = dataclasses.replace(QWEN_14B, layers=64, hidden=5120, heads=64, intermediate=25600)
+ODD = dataclasses.replace(LLAMA_8B, hidden=2560, head_dim=80)
+"""80 elements in a head."""
 MODELS = (LLAMA_8B, QWEN_14B, QWEN_32B)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 RANKS = 8
@@ -52,7 +53,7 @@ MOST_REGISTERS = 64
 
 
 def layer_views(
-    model: ModelShape, dtype: torch.dtype, kv_layout: str, block_size: int, sizes: tuple[int, ...]
+    model: ModelSize, dtype: torch.dtype, kv_layout: str, block_size: int, sizes: tuple[int, ...]
 ) -> Iterator[torch.Tensor]:
     """Views of all layers in the layouts of these tps, as the exchange gets them."""
     spec = FullAttentionSpec(
@@ -84,7 +85,7 @@ def pack_and_unpack(view: torch.Tensor) -> None:
 
 def kv_code(
     capability: int,
-    models: tuple[ModelShape, ...] = MODELS,
+    models: tuple[ModelSize, ...] = MODELS,
     dtypes: tuple[torch.dtype, ...] = DTYPES,
     block_sizes: tuple[int, ...] = (16,),
     sizes: tuple[int, ...] = (1, 2, 4, 8),
@@ -143,7 +144,7 @@ def check(codes: list[Code]) -> None:
 @pytest.mark.parametrize(
     ("model", "capability"), [*((LLAMA_8B, one) for one in CAPABILITIES), (ODD, 90)]
 )
-def test_kv_kernels(model: ModelShape, capability: int) -> None:
+def test_kv_kernels(model: ModelSize, capability: int) -> None:
     """In a layout in which a rank has all KV heads, and in one with one of them."""
     check(kv_code(capability, (model,), (torch.bfloat16,), sizes=(1, 8)))
 

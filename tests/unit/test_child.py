@@ -45,12 +45,16 @@ def test_how_a_process_ends_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ends["fails"][0].log == "begins\nlast words\n"
 
 
-def test_environment_binds_ranks_and_respects_the_user() -> None:
-    assert environment(1, {})["VLLM_CPU_OMP_THREADS_BIND"].isdigit()
-    crowded = environment(100_000, {})
+def test_environment_binds_ranks_and_respects_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    assert environment(1)["VLLM_CPU_OMP_THREADS_BIND"].isdigit()
+    crowded = environment(100_000)
     assert crowded["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
     assert crowded["OMP_NUM_THREADS"] == "1"
-    mine = environment(2, {"VLLM_CPU_OMP_THREADS_BIND": "4|5", "VLLM_CPU_KVCACHE_SPACE": "1"})
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "4|5")
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    mine = environment(2)
     assert mine["VLLM_CPU_OMP_THREADS_BIND"] == "4|5"
     assert "VLLM_CPU_KVCACHE_SPACE" not in mine
 

@@ -111,8 +111,9 @@ def test_the_current_directory_is_not_imported_from(
     assert b"ZeroDivisionError" in stock.stderr
     Path("ran").unlink()
 
-    ended = child.run_module("pat_vllm.cli.engine_run", "{}", os.environ)
-    assert "KeyError: " in ended.log, ended.log  # its request is none
+    checkout = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ended = child.run_module("pat_vllm.cli.engine_run", "{}", checkout)
+    assert "ValidationError: " in ended.log, ended.log  # its request is none
     command = command_without_vision_and_audio("this")
     assert "Zen of Python" in subprocess.run(command, capture_output=True, text=True).stdout
     with starting_with_safe_path():  # as multiprocessing starts a process

@@ -21,7 +21,7 @@ from pat_vllm.cli.demo_batch import (
     run_spec,
     schedule,
 )
-from pat_vllm.cli.engine_run import Batch, RunFailed, RunResult, RunSpec
+from pat_vllm.cli.engine_run import RESULT, Batch, RunFailed, RunResult, RunSpec
 from pat_vllm.config import PATConfig
 from pat_vllm.layout import Layout
 from pat_vllm.mixture import Mixture
@@ -40,7 +40,8 @@ def a_result(seconds: float, timeline: Timeline, *switches: SwitchReport) -> Run
     moved = tuple(dataclasses.replace(s, at=BEGAN + s.at) for s in switches)
     report = Report(ONE, (ONE, TWO), moved, (), samples)
     result = RunResult(20.0, BEGAN, seconds, ((5, 6), (7, 8, 9, 10)), report)
-    return RunResult.from_json(result.to_json())
+    travels = json.dumps(RESULT.dump_python(result, mode="json"))
+    return RESULT.validate_python(json.loads(travels))
 
 
 WARM_UP: Timeline = [(-2.0, ONE, 8), (-1.0, TWO, 3), (-0.5, TWO, 0)]

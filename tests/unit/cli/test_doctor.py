@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from pat_vllm.cli import app, doctor_models
 from pat_vllm.doctor.options import Options
-from pat_vllm.doctor.report import Check, Report, Stage, without_names
+from pat_vllm.doctor.report import REPORT, Check, Stage, without_names
 from pat_vllm.known_models import MODEL_SHAPES
 
 STAGES = (
@@ -75,7 +75,7 @@ def test_exit_status_table_and_file(
     assert "[vllm] $0_32$" in text
     assert ("last words" in text and "Not fit" in text) == bool(code)
     written = (tmp_path / "out" / "doctor.json").read_text()
-    assert Report.from_json(written).stages[:-1] == stages
+    assert REPORT.validate_json(written).stages[:-1] == stages
     assert "in ./here" in written and str(Path.cwd()) not in written
     assert (given[0].ranks, given[0].gpu, given[0].pat) == (8, "H100", {"base_tp": 4})
 

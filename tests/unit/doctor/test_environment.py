@@ -12,7 +12,7 @@ import pytest
 from pat_vllm.config import PATConfig
 from pat_vllm.doctor import environment
 from pat_vllm.doctor.arithmetic import check_memory, engine_shape
-from pat_vllm.doctor.environment import Device, Facts, Unfit, environment_checks, unfit
+from pat_vllm.doctor.environment import Facts, FoundDevice, Unfit, environment_checks, unfit
 from pat_vllm.doctor.report import Check
 from pat_vllm.gpus import GPUS
 
@@ -21,7 +21,7 @@ LLAMA_70B = {
     **{"num_attention_heads": 64, "num_key_value_heads": 8, "intermediate_size": 28672},
     **{"vocab_size": 128256, "max_position_embeddings": 131072},
 }
-GPU = Device("H100", "9.0", 80 << 30, 79 << 30)
+GPU = FoundDevice(80 << 30, "9.0", name="H100", free=79 << 30)
 ON_CPU = Facts(
     {"vllm": "0.32.0"},
     "cpu",
@@ -70,7 +70,10 @@ def test_a_package_that_cannot_be_imported_is_named_with_what_to_do(
     (tmp_path / "pat_test_vision.py").write_text(fails)
     (tmp_path / "pat_test_audio.py").write_text("")
     monkeypatch.syspath_prepend(str(tmp_path))
-    broken = unfit(("pat_test_vision", "pat_test_audio", "pat_test_absent"))
+    names = ("pat_test_vision", "pat_test_audio", "pat_test_absent")
+    with monkeypatch.context() as these:
+        these.setattr(environment, "PACKAGES", names)
+        broken = unfit()
     assert broken == {"pat_test_vision": "RuntimeError: operator nms"}
 
     monkeypatch.setitem(sys.modules, "vllm", None)

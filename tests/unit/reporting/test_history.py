@@ -16,9 +16,9 @@ from pat_vllm.reporting import (
     DraftSample,
     History,
     RefusedSwitch,
-    drafts_over_time,
 )
 from pat_vllm.reporting import history as history_module
+from pat_vllm.reporting.run import drafts_over_time
 from tests.unit.reporting.samples import ONE, TWO, decision_report, switch_report
 
 

@@ -100,10 +100,10 @@ def devices() -> None:
 
 def doctor() -> None:
     """It finds a GPU for each rank."""
-    from pat_vllm.doctor.environment import Device, Facts, environment_checks
+    from pat_vllm.doctor.environment import Facts, FoundDevice, environment_checks
 
     cpu = {"kind": "a CPU", "numa_nodes": 1}
-    gpu = Device("a GPU", "9.0", 80 << 30, 79 << 30)
+    gpu = FoundDevice(80 << 30, "9.0", name="a GPU", free=79 << 30)
     facts = Facts({}, "cuda", cpu, 1 << 40, 1 << 40, (gpu,), ((True,),))
     assert not [one for one in environment_checks(facts, 2, True) if one.problem]
     assert [one for one in environment_checks(facts, 3, True) if one.problem]

@@ -22,7 +22,7 @@ MUTATIONS = mutations({
         ("a saving is drawn with its sign turned", "reporting.plot:_draw_costs", "b.realised.fixed - b.realised.drafting", "b.realised.drafting - b.realised.fixed"),
     ],
     "tests/unit/reporting/test_rollout.py": [
-        ("a rollout's line has the switches of the ones before", "reporting.text:describe", "if s.at >= started and s.reason", "if s.reason"),
+        ("a rollout's line has the switches of the ones before", "reporting.text:describe", "Run(report, started, math.inf)", "Run(report, 0.0, math.inf)"),
     ],
     "tests/unit/metrics/test_updates.py": [
         ("replicas that are gone keep their requests", "metrics.updates:Updates.state", "range(len(num_seqs), before)", "range(0)"),
