@@ -112,10 +112,10 @@ class Pool:
         lengths = np.minimum(lengths, EDGES[-1])
         at = np.maximum(np.searchsorted(EDGES, lengths) - 1, 0)
         partial = np.bincount(at, weights=lengths - EDGES[at], minlength=BINS)
-        stops = np.bincount(at, minlength=BINS)
+        ends, stops = np.bincount(at[ended], minlength=BINS), np.bincount(at, minlength=BINS)
         beyond = stops[::-1].cumsum()[::-1] - stops
-        ends = np.bincount(at[ended], minlength=BINS).astype(np.float64)
-        return cls(ends, beyond * np.diff(EDGES) + partial)
+        tokens = beyond * np.diff(EDGES) + partial
+        return cls(ends.astype(np.float64), tokens.astype(np.float64))
 
     def __add__(self, other: Pool) -> Pool:
         return Pool(self.ends + other.ends, self.tokens + other.tokens)
