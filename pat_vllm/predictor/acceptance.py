@@ -37,7 +37,7 @@ _MEMORY_OF_ONE = 4000.0
 _MEMORY_WITHOUT = 1000.0
 """Steps of replicas without drafts, likewise: after so many, drafts are tried again."""
 
-INDEPENDENT = 0.25
+_INDEPENDENT = 0.25
 """Observations that one counts as: what repeats itself goes on doing so, step after step."""
 
 _PRIOR = 2.0
@@ -180,7 +180,7 @@ class Acceptance:
         shares = self._mean()
         per_hit = np.append(1.0, shares[1:].cumprod()).cumsum()[self.lengths]
         tokens = 1 / (1 - shares[0] + shares[0] / per_hit)
-        had = (INDEPENDENT * self._had + _PRIOR) / (INDEPENDENT * self._could + _PRIOR)
+        had = (_INDEPENDENT * self._had + _PRIOR) / (_INDEPENDENT * self._could + _PRIOR)
         had = np.minimum.accumulate(had)  # a draft that has ended does not go on
         of_hit = np.maximum(np.append(0.0, had.cumsum())[self.lengths], per_hit - 1)
         return Drafting(self.lengths, tokens, shares[0] * tokens / per_hit * of_hit)
@@ -217,8 +217,8 @@ class Acceptance:
 
     def _mean(self) -> Floats:
         """The shares as they are expected to be."""
-        weight = INDEPENDENT * self._tried + _PRIOR
-        mean = (INDEPENDENT * self._succeeded + 0.5 * _PRIOR) / weight
+        weight = _INDEPENDENT * self._tried + _PRIOR
+        mean = (_INDEPENDENT * self._succeeded + 0.5 * _PRIOR) / weight
         for position in range(2, len(mean)):
             mean[position] += (mean[position - 1] - 0.5) * _PRIOR / weight[position]
         return mean

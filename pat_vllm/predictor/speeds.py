@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from pat_vllm.predictor.acceptance import INDEPENDENT
 from pat_vllm.predictor.state import Floats, LiveRequests
+
+_INDEPENDENT = 0.25
+"""Steps that one counts as, as observations of drafts do."""
 
 _FEWEST = 4
 """Requests among which it is asked how unlike they are."""
@@ -75,7 +77,7 @@ class Speeds:
             new[:] = 0  # there were no drafts
         steps = expected * new[1]
         # A run of accepted drafts goes on by chance, as in a geometric distribution.
-        new_accepted = np.stack((new[0] - new[1], steps, steps * (1 + expected) / INDEPENDENT))
+        new_accepted = np.stack((new[0] - new[1], steps, steps * (1 + expected) / _INDEPENDENT))
         accepted[:, here] = self._accepted[:, before] + new_accepted
         self._number, self._seen, self._accepted = number, seen, accepted
         self._learn(float(new[1].sum()))
