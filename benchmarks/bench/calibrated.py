@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from benchmarks.truths import ScaledTruth
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.policy import Policy, StayPolicy
+from pat_vllm.profiling.profile import Profile
 from pat_vllm.reporting import SwitchReport
 from pat_vllm.simulator.replay import simulate
-from pat_vllm.simulator.replica import ReplicaCapacity
 from pat_vllm.simulator.traces import LengthTrace
 from pat_vllm.simulator.truth import Truth
 
@@ -30,14 +30,14 @@ class CalibratedSimulator:
     """
 
     truth: Truth
-    capacity: ReplicaCapacity
+    profile: Profile
     layouts: tuple[Layout, ...]
     factors: Mapping[Layout, float]
     switch_factor: float = 1.0
 
     def seconds(self, trace: LengthTrace, policy: Policy) -> float:
         """Until the last response."""
-        run = simulate(trace, policy, self.truth, self.capacity, chunk=_FEW_STEPS)
+        run = simulate(trace, policy, self.truth, self.profile, chunk=_FEW_STEPS)
         return run.generation_seconds
 
 
@@ -47,7 +47,7 @@ _FEW_STEPS = 4
 
 def calibrate_simulator(
     profiled: Truth,
-    capacity: ReplicaCapacity,
+    profile: Profile,
     traces: Sequence[LengthTrace],
     static: Mapping[Layout, Sequence[float]],
     switches: Sequence[SwitchReport] = (),
@@ -74,7 +74,7 @@ def calibrate_simulator(
             """Simulated over measured time, were all steps `factor` times as long."""
             truth = ScaledTruth(profiled, {layout: factor})
             seconds = [
-                simulate(trace, StayPolicy(layout), truth, capacity).generation_seconds
+                simulate(trace, StayPolicy(layout), truth, profile).generation_seconds
                 for trace in traces
             ]
             return statistics.median(s / r for s, r in zip(seconds, measured, strict=True))
@@ -83,7 +83,7 @@ def calibrate_simulator(
         factors[layout] = 1 / plain
         scale[layout] = _root(share, 1.0, plain)
     truth = ScaledTruth(profiled, scale, switch_factor)
-    return CalibratedSimulator(truth, capacity, tuple(static), factors, switch_factor)
+    return CalibratedSimulator(truth, profile, tuple(static), factors, switch_factor)
 
 
 def _root(share: Callable[[float], float], factor: float, value: float) -> float:

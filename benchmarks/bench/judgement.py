@@ -190,7 +190,7 @@ def judge(trace: LengthTrace, run: Run, simulator: CalibratedSimulator) -> Judge
             back = index + 1 < len(judged) and judged[index + 1].target == one.source
             without = (*moves[:index], *moves[index + 1 + back :])
             probing += replayed - seconds(without)
-    best = clairvoyant(trace, simulator.layouts, simulator.truth, simulator.capacity)
+    best = clairvoyant(trace, simulator.layouts, simulator.truth, simulator.profile)
     # What the clairvoyant did not find is no loss of PAT's.
     ideal = min(best.generation_seconds, replayed)
     lost = max([-one.saved for one in judged if one.false], default=0.0)

@@ -40,7 +40,6 @@ from pat_vllm.files.writing import to_json
 from pat_vllm.gpus import gib
 from pat_vllm.layout import Layout
 from pat_vllm.profiling.profile import Profile
-from pat_vllm.simulator.replica import ReplicaCapacity
 from pat_vllm.simulator.truth import ReplayedTruth
 
 _ADAPTIVE_MEMORY = 1.5
@@ -201,7 +200,7 @@ def judge_workload(
     traces = [settings.trace(workload, run.repeat) for run in by_side[PAT]]
     simulator = calibrate_simulator(
         ReplayedTruth(measured.profile),
-        ReplicaCapacity.of(measured.profile),
+        measured.profile,
         traces,
         {layout: [run.seconds for run in by_side[str(layout)]] for layout in layouts},
         [switch for run in by_side[PAT] for switch in run.switches],

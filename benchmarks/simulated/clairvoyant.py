@@ -14,11 +14,10 @@ from pat_vllm.predictor.course import course
 from pat_vllm.predictor.planner import Planner
 from pat_vllm.predictor.policy import Policy, StayPolicy
 from pat_vllm.predictor.state import Floats, LiveRequests, LiveState
-from pat_vllm.profiling.profile import StepShape
+from pat_vllm.profiling.profile import Profile, StepShape
 from pat_vllm.simulator.engine import SimulatedLiveRequests
 from pat_vllm.simulator.guesses import GuessedTokens
 from pat_vllm.simulator.replay import simulate
-from pat_vllm.simulator.replica import ReplicaCapacity
 from pat_vllm.simulator.run import SimulatedReport
 from pat_vllm.simulator.traces import LengthTrace
 from pat_vllm.simulator.truth import Truth
@@ -42,7 +41,7 @@ class ClairvoyantPolicy(Policy):
         batches: Sequence[LengthTrace],
         layouts: Sequence[Layout],
         truth: Truth,
-        capacity: ReplicaCapacity,
+        profile: Profile,
         draft_lengths: Sequence[int] = (0,),
     ) -> None:
         """It will serve `batches`, in this order, and knows where each would best begin.
@@ -62,8 +61,8 @@ class ClairvoyantPolicy(Policy):
             layouts,
             step,
             truth.switch_seconds,
-            max_num_seqs=capacity.max_num_seqs,
-            kv_tokens={one.tp: capacity.kv_room(one.tp) for one in layouts},  # type: ignore[misc]
+            max_num_seqs=profile.max_num_seqs,
+            kv_tokens=profile.kv_tokens,
         )
         self._homes = cycle([self._home(batch) for batch in batches])
         self.home = next(self._homes)
@@ -105,10 +104,10 @@ def clairvoyant(
     trace: LengthTrace,
     layouts: Sequence[Layout],
     truth: Truth,
-    capacity: ReplicaCapacity,
+    profile: Profile,
 ) -> SimulatedReport:
     """A batch under `ClairvoyantPolicy`, or in a static layout where that is faster."""
-    policies: list[Policy] = [ClairvoyantPolicy([trace], layouts, truth, capacity)]
+    policies: list[Policy] = [ClairvoyantPolicy([trace], layouts, truth, profile)]
     policies += [StayPolicy(layout) for layout in layouts]
-    runs = [simulate(trace, policy, truth, capacity) for policy in policies]
+    runs = [simulate(trace, policy, truth, profile) for policy in policies]
     return min(runs, key=lambda run: run.seconds)

@@ -34,7 +34,6 @@ from pat_vllm.profiling.profile import Profile, StepSample, StepShape
 from pat_vllm.simulator import shapes
 from pat_vllm.simulator.modelled.hardware import measured_noise, modelled_profile
 from pat_vllm.simulator.replay import simulate_batches
-from pat_vllm.simulator.replica import ReplicaCapacity
 from pat_vllm.simulator.traces import LengthTrace
 from pat_vllm.simulator.truth import ReplayedTruth
 from pat_vllm.simulator.tuned import DRAFT_LENGTHS
@@ -211,7 +210,7 @@ def seconds(scenario: Scenario, without: frozenset[str]) -> float:
         policy = AdaptivePolicy(
             believed, bound=batches[0].max_tokens, draft_lengths=lengths, timer=lambda: 0.0
         )
-        runs = simulate_batches(batches, policy, truth, ReplicaCapacity.of(profile))
+        runs = simulate_batches(batches, policy, truth, profile)
     return sum(run.seconds for run in runs)
 
 

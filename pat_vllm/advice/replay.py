@@ -23,7 +23,6 @@ from pat_vllm.layout import Layout
 from pat_vllm.predictor.adaptive import AdaptivePolicy
 from pat_vllm.predictor.policy import Policy, SchedulePolicy
 from pat_vllm.simulator.replay import simulate_batches
-from pat_vllm.simulator.replica import ReplicaCapacity
 from pat_vllm.simulator.run import SimulatedReport
 from pat_vllm.simulator.tuned import tuned_schedule
 from pat_vllm.speculation import Schedule
@@ -135,7 +134,6 @@ def replay_chain(rollouts: Rollouts, task: Task) -> Record:
     batches = batches[:1] if task.screening else batches
     policy: Policy
     if config.layout is None:
-        capacity = ReplicaCapacity.of(rollouts.profile)
         policy = AdaptivePolicy(
             rollouts.profile,
             bound=max(batch.max_tokens for batch in batches),
@@ -143,13 +141,13 @@ def replay_chain(rollouts: Rollouts, task: Task) -> Record:
             # The time that planning takes here is not the simulated engine's.
             timer=lambda: 0.0,
         )
-        reports = simulate_batches((first, *batches), policy, rollouts.truth, capacity)[1:]
+        every = simulate_batches((first, *batches), policy, rollouts.truth, rollouts.profile)
+        reports = every[1:]
     else:
         static = rollouts.with_own_limits if config.own_limits else rollouts.static
         schedule = draft_schedule(rollouts, config)
         policy = SchedulePolicy(config.layout, (), {config.layout: schedule})
-        capacity = ReplicaCapacity.of(static)
-        reports = simulate_batches(batches, policy, rollouts.truth, capacity)
+        reports = simulate_batches(batches, policy, rollouts.truth, static)
     return Record(config, task.chain, tuple(reports))
 
 

@@ -41,25 +41,20 @@ class Rollouts:
 
     Attributes:
         profile: of PAT's engine; modelled, or measured.
+        static: of static engines: the same, or one with other layouts, PAT's among them, and
+            memory.
         chains: iterations' responses, some in a row. PAT learns from the first of a row, which is
             not reported. Each has the acceptance of the drafts.
-        alone: of static engines, where these have other layouts and memory; with PAT's layouts
-            among its own.
         all_layouts: whether every static layout is replayed in all batches.
         drafts: what drafts would have given to the earlier rollouts; None: nobody asked, or their
             texts are not known.
     """
 
     profile: Profile
+    static: Profile
     chains: tuple[tuple[LengthTrace, ...], ...]
-    alone: Profile | None = None
     all_layouts: bool = False
     drafts: DraftsGive | None = None
-
-    @property
-    def static(self) -> Profile:
-        """Of static engines."""
-        return self.alone or self.profile
 
     @cached_property
     def batches(self) -> tuple[LengthTrace, ...]:
@@ -138,9 +133,10 @@ def rollouts_of(options: AdviseOptions) -> Rollouts:
             "responses (--max-tokens)"
         )
     if options.profile is not None:
-        return Rollouts(engine, chains, None, options.all_layouts, drafts)
-    ours = _chosen(options, engine, chains[0][0], longest)
-    return Rollouts(ours, chains, engine, options.all_layouts, drafts)
+        ours = engine
+    else:
+        ours = _chosen(options, engine, chains[0][0], longest)
+    return Rollouts(ours, engine, chains, options.all_layouts, drafts)
 
 
 def engine_of(options: AdviseOptions) -> Profile:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -79,8 +79,9 @@ class Advice:
         """Of each reported batch."""
         return seconds_of(self.records, config)
 
-    def rows(self) -> Iterator[tuple[str, Config]]:
-        """(label, configuration) of the table and the picture."""
+    @property
+    def shown(self) -> list[Config]:
+        """Configurations of the table and the picture."""
         shown = [self.own, self.plain, self.static]
         if self.rollouts.all_layouts:
             for layout in self.rollouts.static.layouts:
@@ -90,8 +91,7 @@ class Advice:
                     if record.config.layout == layout and not record.config.own_limits
                 ]
                 shown += [Config(layout), best(self.records, of_layout)]
-        for config in dict.fromkeys((*shown, self.pat_plain, self.pat)):
-            yield str(config), config
+        return list(dict.fromkeys((*shown, self.pat_plain, self.pat)))
 
     @property
     def path(self) -> str:
@@ -140,7 +140,7 @@ class Advice:
             },
         }
         if self.rollouts.all_layouts:
-            content["all"] = {label: self._to_json(config) for label, config in self.rows()}
+            content["all"] = {str(config): self._to_json(config) for config in self.shown}
         return content
 
     def _to_json(self, config: Config) -> dict[str, Any]:

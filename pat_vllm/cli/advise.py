@@ -76,10 +76,10 @@ def show(console: Console, advice: Advice, pasted: Mapping[str, str]) -> None:
     for column in (f"seconds, {kind}", f"vs best static, {kind}"):
         table.add_column(column, justify="right")
     best = sum(advice.seconds(advice.static))
-    for label, config in advice.rows():
+    for config in advice.shown:
         seconds = advice.seconds(config)
         table.add_row(
-            label + (" (best static)" if config == advice.static else ""),
+            str(config) + (" (best static)" if config == advice.static else ""),
             f"{sum(seconds) / len(seconds):.1f}",
             f"{round(sum(seconds) / best - 1, 3) + 0.0:+.1%}",
         )

@@ -23,9 +23,9 @@ def plot_advice(advice: Advice, path: Path) -> None:
     """Save a PNG: the last iteration under PAT and in the best static layout above, the time of an
     iteration in every configuration below."""
     kind = "modelled" if advice.modelled else "simulated"
-    rows = list(advice.rows())
+    shown = advice.shown
     ours, static = (advice.reports(one)[-1] for one in (advice.ours, advice.static))
-    figure, (above, below) = new_figure([4.7, 0.3 * len(rows) + 0.5], same_time=False)
+    figure, (above, below) = new_figure([4.7, 0.3 * len(shown) + 0.5], same_time=False)
     figure.suptitle(f"{heading(advice)}\n{verdict(advice)}", fontsize=9, wrap=True)
 
     colour = layout_colours(advice.rollouts.profile.layouts)
@@ -39,15 +39,15 @@ def plot_advice(advice: Advice, path: Path) -> None:
     above.add_artist(above.legend(loc="upper right", fontsize=8))
     above.legend(handles=bands, title="PAT", loc="lower left", fontsize=8)
 
-    all_seconds = [advice.seconds(config) for _, config in rows]
-    for number, ((_, config), seconds) in enumerate(zip(rows, all_seconds, strict=True)):
+    all_seconds = [advice.seconds(config) for config in shown]
+    for number, (config, seconds) in enumerate(zip(shown, all_seconds, strict=True)):
         mean = sum(seconds) / len(seconds)
         plain = _STATIC if config == advice.static else _OTHER
         shade = SWITCH_COLOUR if config == advice.ours else plain
         below.barh(number, mean, color=shade, height=0.6)
         below.plot(seconds, [number] * len(seconds), "|", color=_SINGLE, markersize=12)
         below.text(max(seconds), number, f"  {mean:.1f} s", va="center", fontsize=8)
-    below.set_yticks(range(len(rows)), [label for label, _ in rows], fontsize=8)
+    below.set_yticks(range(len(shown)), list(map(str, shown)), fontsize=8)
     below.invert_yaxis()
     below.set_xlim(0, max(map(max, all_seconds)) * 1.12)
     below.set_xlabel(f"seconds of an iteration, {kind}; red: single iterations")

@@ -35,7 +35,6 @@ from pat_vllm.predictor.step_time import StepTimeModel
 from pat_vllm.predictor.trajectories import Trajectories, course_of_turns
 from pat_vllm.profiling.profile import Profile, StepShape
 from pat_vllm.reporting import DecisionReport, PredictorReport, SwitchReport
-from pat_vllm.speculation import Schedule
 
 logger = logging.getLogger(__name__)
 
@@ -101,9 +100,8 @@ class AdaptivePolicy(Policy):
             kv_tokens=profile.kv_tokens,
         )
         self._acceptance = AcceptanceByPrompt(acceptance) if len(draft_lengths) > 1 else None
-        none = {layout: ((1, 1, 0),) for layout in layouts}
-        self._no_drafts: Mapping[Layout, Schedule] = none if self._acceptance is not None else {}
-        self.drafts = self._no_drafts
+        if self._acceptance is not None:
+            self.drafts = {layout: ((1, 1, 0),) for layout in layouts}
         self._drafting = PLAIN
         self._speeds = Speeds()
         self._asked: Counter[int] = Counter()

@@ -9,7 +9,6 @@ response that was cut short, or still runs, counts its tokens but no end, so it 
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -53,7 +52,6 @@ EDGES: Floats = np.unique(
 """Bin edges 0, 1, 2, ...: bin b holds the lengths above edge b up to edge b + 1."""
 
 BINS = len(EDGES) - 1
-_EDGES: list[int] = EDGES.astype(int).tolist()
 
 _DISCOUNT = 0.8
 """Weight of a batch after each later one: about 5 batches count."""
@@ -63,6 +61,9 @@ _PRIOR_WEIGHT = 4.0
 
 _PRIOR_MEDIAN = 1 / 8
 """Median of the prior, as a share of the bound."""
+
+_AT_ONCE = 4096
+"""Responses that have stopped and are pooled together, at most: memory stays bounded."""
 
 _SEED = 0
 """Of the sampled futures."""
@@ -111,41 +112,16 @@ class Pool:
         lengths = np.minimum(lengths, EDGES[-1])
         at = np.maximum(np.searchsorted(EDGES, lengths) - 1, 0)
         partial = np.bincount(at, weights=lengths - EDGES[at], minlength=BINS)
-        return cls._of_counts(
-            np.bincount(at[ended], minlength=BINS), np.bincount(at, minlength=BINS), partial
-        )
-
-    @classmethod
-    def _of_counts(cls, ends: Floats | Ints, stops: Floats | Ints, partial: Floats | Ints) -> Pool:
-        """From responses that ended, and that ended or not, and their tokens in the last bin."""
+        ends, stops = np.bincount(at[ended], minlength=BINS), np.bincount(at, minlength=BINS)
         beyond = stops[::-1].cumsum()[::-1] - stops
-        return cls(ends.astype(np.float64), beyond * np.diff(EDGES) + partial)
+        tokens = beyond * np.diff(EDGES) + partial
+        return cls(ends.astype(np.float64), tokens.astype(np.float64))
 
     def __add__(self, other: Pool) -> Pool:
         return Pool(self.ends + other.ends, self.tokens + other.tokens)
 
     def __mul__(self, weight: float) -> Pool:
         return Pool(self.ends * weight, self.tokens * weight)
-
-
-class Collector:
-    """Counts responses into a pool: constant time for each, and constant memory."""
-
-    def __init__(self) -> None:
-        self._ends, self._stops, self._partial = np.zeros((3, BINS))
-
-    def add(self, length: int, ended: bool) -> None:
-        """A response of at least one token."""
-        length = min(length, _EDGES[-1])
-        at = bisect_left(_EDGES, length) - 1
-        self._stops[at] += 1
-        self._partial[at] += length - _EDGES[at]
-        if ended:
-            self._ends[at] += 1
-
-    def pool(self) -> Pool:
-        """All responses added."""
-        return Pool._of_counts(self._ends, self._stops, self._partial)
 
 
 class Prior:
@@ -228,8 +204,9 @@ class LengthModel:
         """
         if length < 1:
             return
-        self._batch.add(length, complete)
-        self._count += 1
+        self._stopped.append((length, complete))
+        if len(self._stopped) >= _AT_ONCE:
+            self._pool_stopped()
         self.responses += 1
         self._fresh = False
 
@@ -240,8 +217,9 @@ class LengthModel:
 
     def end_of_batch(self) -> None:
         """No response runs: this batch becomes history."""
-        if self._count:
-            self._history = self._history * _DISCOUNT + self._batch.pool()
+        self._pool_stopped()
+        if self._batch.tokens.any():
+            self._history = self._history * _DISCOUNT + self._batch
             self.batches += 1
         self._start_batch()
 
@@ -272,9 +250,9 @@ class LengthModel:
     # Inner workings
 
     def _start_batch(self) -> None:
-        self._batch = Collector()
+        self._batch = Pool.empty()
+        self._stopped: list[tuple[int, bool]] = []  # of the batch, and not pooled yet
         self._running = np.zeros(0, np.int64)
-        self._count = 0
         self._noise = np.zeros((0, 0))
         self._fresh = False
 
@@ -283,10 +261,17 @@ class LengthModel:
         if self._fresh:
             return
         none = np.zeros(len(self._running), np.bool_)
-        pool = self._batch.pool() + Pool.of(self._running, none) + self._history
+        self._pool_stopped()
+        pool = self._batch + Pool.of(self._running, none) + self._history
         pool = pool + self._prior.given(pool)
         self._hazard = cumulative_hazard(pool)
         self._fresh = True
+
+    def _pool_stopped(self) -> None:
+        if self._stopped:
+            lengths, complete = (np.array(one) for one in zip(*self._stopped, strict=True))
+            self._batch += Pool.of(lengths, complete)
+            self._stopped = []
 
     def _draws(self, requests: int, futures: int) -> Floats:
         """Stratified standard exponential draws, float64 [requests, futures]."""

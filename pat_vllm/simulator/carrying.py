@@ -46,7 +46,7 @@ def carry(
     fresh: Sequence[SimulatedReplica],
     source: Layout,
     target: Layout,
-    memory: float,
+    memory: int,
 ) -> Carried:
     """Carry the live requests and, in traces with turns, contexts.
 
@@ -115,8 +115,8 @@ def _carry_contexts(
     source: Layout,
     target: Layout,
     placement: Mapping[int, int],
-    room: Sequence[float],
-    memory: float,
+    room: Sequence[int],
+    memory: int,
 ) -> int:
     """Put contexts into the memory of new replicas that live requests leave.
 
@@ -146,7 +146,7 @@ def _carry_contexts(
     taken: list[list[tuple[int, int]]] = [[] for _ in fresh]
     for i, one in enumerate(found):
         at = spread_out[f"{i:09}"] if one.waits is None else placement[one.waits]
-        if (tokens := int(min(one.tokens, left[at]))) > 0:
+        if (tokens := min(one.tokens, left[at])) > 0:
             left[at] -= tokens
             taken[at].append((one.owner, tokens))
     for replica, contexts in zip(fresh, taken, strict=True):

@@ -21,6 +21,7 @@ from pat_vllm.layout import Layout
 from pat_vllm.predictor.acceptance import Drafting
 from pat_vllm.predictor.policy import Policy
 from pat_vllm.predictor.state import Ints, LiveRequests, LiveState
+from pat_vllm.profiling.profile import Profile
 from pat_vllm.reporting import (
     DraftSample,
     LayoutSteps,
@@ -30,7 +31,7 @@ from pat_vllm.reporting import (
 )
 from pat_vllm.routing import Router
 from pat_vllm.simulator.carrying import carry
-from pat_vllm.simulator.replica import ReplicaCapacity, SimulatedReplica
+from pat_vllm.simulator.replica import SimulatedReplica
 from pat_vllm.simulator.requests import SimulatedRequests
 from pat_vllm.simulator.run import SimulatedReport
 from pat_vllm.simulator.truth import Truth
@@ -69,7 +70,7 @@ class SimulatedEngine:
         self,
         trace: LengthTrace,
         truth: Truth,
-        capacity: ReplicaCapacity,
+        profile: Profile,
         policy: Policy,
         began: float = 0.0,
         chunk: int = CHUNK,
@@ -78,9 +79,8 @@ class SimulatedEngine:
         self.now = began
         self.layout = policy.home
         self.num_seqs = 0
-        self.done = 0
         self._began = began
-        self._truth, self._capacity, self._chunk, self._policy = truth, capacity, chunk, policy
+        self._truth, self._profile, self._chunk, self._policy = truth, profile, chunk, policy
         self._requests = SimulatedRequests(trace, began)
         self._to_come = len(self._requests)
         # Those whose time is known.
@@ -125,10 +125,11 @@ class SimulatedEngine:
         over = [replica.steps_made(self.now) for replica in replicas]
         for replica, steps in zip(replicas, over, strict=True):
             if steps:
-                made[replica.decoding] = requests.tokens_in(replica.decoding, steps, replica.k)
+                decoding, k = replica.scheduled.decoding, replica.scheduled.k
+                made[decoding] = requests.tokens_in(decoding, steps, k)
         prompt, length, group = requests.columns[:, index]
         written = requests.num_output_tokens
-        if any(replica.k for replica in replicas):  # the last step may end a response
+        if any(replica.scheduled.k for replica in replicas):  # the last step may end a response
             made = np.minimum(made, requests.columns[1] - 1 - written)
         outputs = (written + made)[index]
         return SimulatedLiveRequests(
@@ -208,13 +209,13 @@ class SimulatedEngine:
         requests = self._requests
         for replica in self._replicas:
             replica.write(requests)
-            replica.forget_overwritten(requests, self._capacity.kv_room(source.tp))
+            replica.forget_overwritten(requests, self._profile.kv_tokens[source.tp])
         quiesce = self.now - at
         self.layout = target
         old, self._replicas = self._replicas, _replicas_of(target)
         self._router.forget()
         carried = carry(
-            requests, old, self._replicas, source, target, self._capacity.kv_room(target.tp)
+            requests, old, self._replicas, source, target, self._profile.kv_tokens[target.tp]
         )
         fixed = self._truth.switch_seconds(source, target, 0, 0)
         seconds = self._truth.switch_seconds(
@@ -231,7 +232,7 @@ class SimulatedEngine:
             num_seqs=carried.num_seqs,
             migrated=carried.migrated,
             recomputed=carried.recomputed,
-            kv_bytes=moved * self._capacity.kv_bytes_per_token,
+            kv_bytes=moved * self._profile.kv_bytes_per_token,
             seconds=quiesce + seconds,
             quiesce=quiesce,
             kv=seconds - weights,
@@ -293,7 +294,7 @@ class SimulatedEngine:
         """Start a chunk: what it computes, how many steps it has, and how long they take."""
         scheduled = replica.schedule(
             self._requests,
-            self._capacity,
+            self._profile,
             self.layout.tp,
             # The first step in a layout has no drafts to verify.
             self._draft_length if replica.made else lambda batch: 0,
@@ -307,9 +308,8 @@ class SimulatedEngine:
             elif not replica.made:
                 # A switch lets steps finish, with which responses may end: ask again soon.
                 steps = 1
-            if scheduled.free_tokens != math.inf:
-                tokens = len(scheduled.decoding) * (scheduled.k + 1)
-                steps = max(1, min(steps, int(scheduled.free_tokens) // tokens + 1))
+            tokens = len(scheduled.decoding) * (scheduled.k + 1)
+            steps = max(1, min(steps, scheduled.free_tokens // tokens + 1))
 
         def set_pace() -> None:
             replica.shape = scheduled.shape(steps, busy)
@@ -321,8 +321,6 @@ class SimulatedEngine:
             if until < steps:
                 steps = max(1, math.ceil(until))
                 set_pace()
-        replica.decoding, replica.prefilling = scheduled.decoding, scheduled.prefilling
-        replica.k, replica.pace = scheduled.k, scheduled.pace
         replica.began = self.now
         replica.set_steps(steps)
 
@@ -344,7 +342,6 @@ class SimulatedEngine:
             self._policy.stepped(ended, self.layout, replica.shape, one)
         for request in complete:
             self.num_seqs -= 1
-            self.done += 1
             following = self._requests.end(request, ended)
             if following is not None:
                 heappush(self._arrivals, (self._requests.arrival[following], following))
@@ -365,20 +362,18 @@ class SimulatedEngine:
 
     def _tell_of_drafts(self, replica: SimulatedReplica, steps: int, ended: float) -> None:
         """Tell of the drafts of a chunk. The requests are still what they were before it."""
-        told, batch = min(steps, _TOLD_OF_DRAFTS), replica.shape.batch
+        told, batch, k = min(steps, _TOLD_OF_DRAFTS), replica.shape.batch, replica.scheduled.k
         accepted = [_NO_DRAFTS] * told
-        if replica.k:
+        if k:
             replica.write(self._requests)
             accepted = replica.accepted(self._requests, told)
         for one in accepted:
-            self._policy.drafted(ended, replica.k, batch, one)
+            self._policy.drafted(ended, k, batch, one)
         if self._policy.drafts:
             each = sum(int(one.sum()) for one in accepted) / told
-            drafted, right = steps * batch * replica.k, round(steps * each)
+            drafted, right = steps * batch * k, round(steps * each)
             self._drafts.append(
-                DraftSample(
-                    replica.began, self.layout, replica.index, replica.k, steps, drafted, right
-                )
+                DraftSample(replica.began, self.layout, replica.index, k, steps, drafted, right)
             )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class _Freed:
-    tokens: float
+    tokens: int
     owner: int | None = None
 
 
@@ -21,14 +21,14 @@ class FreeMemory:
         total: tokens whose KV is free.
     """
 
-    total: float
+    total: int
     _freed: deque[_Freed] = field(init=False)
     _left: dict[int, _Freed] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._freed = deque([_Freed(self.total)])
 
-    def free(self, tokens: float, owner: int | None = None) -> None:
+    def free(self, tokens: int, owner: int | None = None) -> None:
         """A request does not hold these tokens any more; `owner` names it if it is to come back, or
         may be continued."""
         self.total += tokens
@@ -40,7 +40,7 @@ class FreeMemory:
         if owner is not None:
             self._left[owner] = freed
 
-    def overwrite(self, tokens: float) -> None:
+    def overwrite(self, tokens: int) -> None:
         """Requests hold so many tokens more."""
         self.total -= tokens
         while tokens > 0 and self._freed:
@@ -56,7 +56,7 @@ class FreeMemory:
     def left_by(self, owner: int) -> int:
         """Tokens of a request whose KV is still there."""
         freed = self._left.get(owner)
-        return int(freed.tokens) if freed is not None else 0
+        return freed.tokens if freed is not None else 0
 
     @property
     def owners(self) -> list[int]:
@@ -69,6 +69,6 @@ class FreeMemory:
         freed = self._left.pop(owner, None)
         if freed is None:
             return 0
-        tokens, freed.tokens, freed.owner = int(freed.tokens), 0.0, None
+        tokens, freed.tokens, freed.owner = freed.tokens, 0, None
         self.total -= tokens
         return tokens

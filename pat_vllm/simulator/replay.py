@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from pat_vllm.predictor.policy import Policy
+from pat_vllm.profiling.profile import Profile
 from pat_vllm.simulator.engine import CHUNK, SimulatedEngine
-from pat_vllm.simulator.replica import ReplicaCapacity
 from pat_vllm.simulator.run import SimulatedReport
 from pat_vllm.simulator.traces import LengthTrace
 from pat_vllm.simulator.truth import Truth
@@ -20,7 +20,7 @@ def simulate(
     trace: LengthTrace,
     policy: Policy,
     truth: Truth,
-    capacity: ReplicaCapacity,
+    profile: Profile,
     *,
     began: float = 0.0,
     chunk: int = CHUNK,
@@ -33,15 +33,14 @@ def simulate(
     Args:
         policy: its layouts are the engine's; it may have seen earlier runs.
         truth: what steps and switches take.
-        capacity: what each replica can hold.
+        profile: of the engine, whose limits and memory its replicas have.
         began: time of the trace's beginning; must not lie before the end of an earlier run.
         chunk: most steps at once; 1 simulates step by step.
 
     Raises:
         ValueError: a request does not fit into a replica's memory.
     """
-    earlier = len(policy.report().decisions)
-    engine = SimulatedEngine(trace, truth, capacity, policy, began, chunk)
+    engine = SimulatedEngine(trace, truth, profile, policy, began, chunk)
     over = True  # and the policy was told
     while engine.num_seqs or engine.arriving:
         if not engine.num_seqs:
@@ -60,10 +59,7 @@ def simulate(
         over = not engine.num_seqs and (not engine.arriving or policy.is_over(engine.now))
         if over:
             _end_batch(engine, policy)
-    predictor = policy.report()
-    savings = tuple(one for one in predictor.savings if one.at >= began)
-    decisions = predictor.decisions[earlier:]
-    return engine.report(replace(predictor, decisions=decisions, savings=savings))
+    return engine.report(policy.report(since=began))
 
 
 def _end_batch(engine: SimulatedEngine, policy: Policy) -> None:
@@ -77,7 +73,7 @@ def simulate_batches(
     traces: Iterable[LengthTrace],
     policy: Policy,
     truth: Truth,
-    capacity: ReplicaCapacity,
+    profile: Profile,
 ) -> list[SimulatedReport]:
     """Replay traces one after another with the same policy, `TRAINING` seconds apart.
 
@@ -90,5 +86,5 @@ def simulate_batches(
         first = max(groups) + 1
         began = runs[-1].back + TRAINING if runs else 0.0
         apart = replace(trace, groups=groups)
-        runs.append(simulate(apart, policy, truth, capacity, began=began))
+        runs.append(simulate(apart, policy, truth, profile, began=began))
     return runs

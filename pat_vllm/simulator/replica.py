@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,37 +24,6 @@ _ROUNDING = 1e-6
 _NOTHING = StepShape(0, 0, 0)
 _BLOCK = 16
 """Tokens of a block of KV, as vLLM has by default: whole blocks are cached."""
-
-
-@dataclass(frozen=True)
-class ReplicaCapacity:
-    """What a replica can hold.
-
-    Attributes:
-        max_num_seqs: requests that it runs at once, by tp; the others wait.
-        max_batch_tokens: tokens that one of its steps computes, by tp.
-        kv_tokens: tokens whose KV it has memory for, by tp; unlimited where not named.
-        kv_bytes_per_token: KV bytes of a token over all layers and KV heads.
-    """
-
-    max_num_seqs: Mapping[int, int]
-    max_batch_tokens: Mapping[int, int]
-    kv_tokens: Mapping[int, int] = field(default_factory=dict)
-    kv_bytes_per_token: int = 0
-
-    @classmethod
-    def of(cls, profile: Profile) -> ReplicaCapacity:
-        """That of a profile's engine."""
-        return cls(
-            profile.max_num_seqs,
-            profile.max_batch_tokens,
-            profile.kv_tokens,
-            profile.kv_bytes_per_token,
-        )
-
-    def kv_room(self, tp: int) -> float:
-        """Tokens whose KV a replica has memory for; infinite where that is not limited."""
-        return self.kv_tokens.get(tp, math.inf)
 
 
 @dataclass(frozen=True)
@@ -77,14 +46,9 @@ class ScheduledStep:
     context: int
     longest: int
     steps_to_first_end: int
-    free_tokens: float
-    k: int = 0
-    pace: float = 1.0
-
-    @property
-    def prefill(self) -> int:
-        """Prompt tokens of the step."""
-        return sum([tokens for _, tokens in self.prefilling])
+    free_tokens: int
+    k: int
+    pace: float
 
     def shape(self, steps: int, busy: int) -> StepShape:
         """The middle one of `steps` such steps, while `busy` replicas have work."""
@@ -94,11 +58,14 @@ class ScheduledStep:
             batch,
             self.context + int(batch * middle),
             self.longest + int(middle),
-            self.prefill,
+            sum([tokens for _, tokens in self.prefilling]),
             busy,
             drafts=self.k * batch,
             k=self.k,
         )
+
+
+_NONE = ScheduledStep([], [], 0, 0, 1, 0, 0, 1.0)
 
 
 @dataclass(slots=True)
@@ -107,7 +74,7 @@ class SimulatedReplica:
 
     Attributes:
         cached_prompts: groups whose prompt has been computed here; taken to stay in memory.
-        decoding, prefilling, k, pace: of the chunk, as in `ScheduledStep`.
+        scheduled: what the first step of the chunk computes.
         steps: of the chunk; 0 between chunks.
         made: steps before the chunk, since the layout became active.
         began: when the chunk began.
@@ -122,16 +89,13 @@ class SimulatedReplica:
     running: list[int] = field(default_factory=list)
     waiting: deque[int] = field(default_factory=deque)
     cached_prompts: set[int] = field(default_factory=set)
-    decoding: list[int] = field(default_factory=list)
-    prefilling: list[tuple[int, int]] = field(default_factory=list)
+    scheduled: ScheduledStep = _NONE
     steps: int = 0
     made: int = 0
     began: float = 0.0
     per_step: float = 0.0
     shape: StepShape = _NOTHING
     end: float = math.inf
-    k: int = 0
-    pace: float = 1.0
     steady: Steady | None = None
     free: FreeMemory | None = None
 
@@ -146,12 +110,12 @@ class SimulatedReplica:
         Args:
             most: how many of the first steps.
         """
-        index, outputs = requests.outputs_of(self.decoding)
-        guesses, found = requests.guesses, []
-        begun = guesses.steps_made(index, outputs, self.k)
+        index, outputs = requests.outputs_of(self.scheduled.decoding)
+        guesses, found, k = requests.guesses, [], self.scheduled.k
+        begun = guesses.steps_made(index, outputs, k)
         for step in range(min(most, self.steps)):
-            outputs = guesses.outputs(index, begun + step, self.k)
-            found.append(guesses.accepted(index, outputs, self.k))
+            outputs = guesses.outputs(index, begun + step, k)
+            found.append(guesses.accepted(index, outputs, k))
         return found
 
     def set_steps(self, steps: int) -> None:
@@ -175,21 +139,22 @@ class SimulatedReplica:
     def schedule(
         self,
         requests: SimulatedRequests,
-        capacity: ReplicaCapacity,
+        profile: Profile,
         tp: int,
         draft_length: Callable[[int], int] = lambda batch: 0,
     ) -> ScheduledStep:
         """Choose what the next step computes, and admit waiting requests to it.
 
         Args:
+            profile: of the engine, whose limits and memory a replica has.
             draft_length: by the number of requests in the step.
 
         Raises:
             ValueError: a request does not fit into the replica's memory.
         """
-        room = capacity.kv_room(tp)
+        room = profile.kv_tokens[tp]
         if steady := self._still_steady(requests, room, draft_length):
-            return ScheduledStep(
+            self.scheduled = ScheduledStep(
                 self.running,
                 [],
                 steady.context,
@@ -199,6 +164,7 @@ class SimulatedReplica:
                 steady.k,
                 steady.pace,
             )
+            return self.scheduled
         room = self._make_room(requests, room, tp)
         computed = requests.num_computed_tokens
         index, outputs = requests.outputs_of(self.running)
@@ -207,7 +173,7 @@ class SimulatedReplica:
         ready = uncomputed <= 0
         decoding: list[int] = index[ready].tolist()
         context, longest = int(all_tokens[ready].sum()), int(all_tokens[ready].max(initial=0))
-        budget = capacity.max_batch_tokens[tp] - len(decoding)
+        budget = profile.max_batch_tokens[tp] - len(decoding)
         prefilling: list[tuple[int, int]] = []
         for request, missing in zip(
             index[~ready].tolist(), uncomputed[~ready].tolist(), strict=True
@@ -215,7 +181,7 @@ class SimulatedReplica:
             if budget > 0:
                 prefilling.append((request, min(missing, budget)))
                 budget -= min(missing, budget)
-        most = capacity.max_num_seqs[tp]
+        most = profile.max_num_seqs[tp]
         while self.waiting and len(self.running) < most and budget > 0:
             request = self.waiting[0]
             tokens = requests.num_tokens(request)
@@ -251,10 +217,11 @@ class SimulatedReplica:
             self.steady = Steady(requests, decoding, k)
         least = requests.steps_left(decoding, k) if decoding else 1
         pace = requests.pace(decoding, k)
-        return ScheduledStep(decoding, prefilling, context, longest, least, room, k, pace)
+        self.scheduled = ScheduledStep(decoding, prefilling, context, longest, least, room, k, pace)
+        return self.scheduled
 
     def _still_steady(
-        self, requests: SimulatedRequests, room: float, draft_length: Callable[[int], int]
+        self, requests: SimulatedRequests, room: int, draft_length: Callable[[int], int]
     ) -> Steady | None:
         """What runs, where the next step also does nothing but decode it."""
         steady = self.steady
@@ -284,9 +251,9 @@ class SimulatedReplica:
             self.set_steps(0)
             return self._leave(requests, self.steady.advance(requests, self.running, steps))
         outputs, computed = requests.num_output_tokens, requests.num_computed_tokens
-        requests.decode_all(self.decoding, steps, self.k)
-        stepped = self.decoding
-        for request, tokens in self.prefilling:
+        stepped = self.scheduled.decoding
+        requests.decode_all(stepped, steps, self.scheduled.k)
+        for request, tokens in self.scheduled.prefilling:
             requests.prefilled += tokens
             computed[request] += tokens
             if computed[request] == requests.num_tokens(request):
@@ -332,19 +299,19 @@ class SimulatedReplica:
         # The last token of a response is never computed.
         return max(0, self.free.take_back(before) - 1) // _BLOCK * _BLOCK
 
-    def forget_overwritten(self, requests: SimulatedRequests, room: float) -> None:
+    def forget_overwritten(self, requests: SimulatedRequests, room: int) -> None:
         """Forget the contexts that requests have overwritten since the last step was scheduled."""
-        if self.free is not None and room != math.inf:
+        if self.free is not None:
             self.free.overwrite(self.free.total - self._unused(requests, room))
 
-    def _unused(self, requests: SimulatedRequests, room: float) -> float:
+    def _unused(self, requests: SimulatedRequests, room: int) -> int:
         """Tokens that no request holds, nor needs for its next one."""
         held = int(requests.num_computed_tokens[list(self.waiting)].sum())
         # A request in prefill has its whole prompt reserved.
         index, outputs = requests.outputs_of(self.running)
         return room - held - int((requests.columns[0, index] + outputs + 1).sum())
 
-    def _make_room(self, requests: SimulatedRequests, room: float, tp: int) -> float:
+    def _make_room(self, requests: SimulatedRequests, room: int, tp: int) -> int:
         """Preempt, newest first, until every running request can take another token.
 
         Returns:
@@ -352,8 +319,6 @@ class SimulatedReplica:
         """
         if self.free is None:
             self.free = FreeMemory(room)
-        if room == math.inf:
-            return room
         computed = requests.num_computed_tokens
         while (unused := self._unused(requests, room)) < 0:
             if any(computed[i] for i in self.waiting):
@@ -362,7 +327,7 @@ class SimulatedReplica:
                 victim = self.running.pop()
                 self.waiting.appendleft(victim)
             else:
-                raise _too_long(tp, int(room - unused))
+                raise _too_long(tp, room - unused)
             self.free.free(int(computed[victim]), victim)
             computed[victim] = 0
             requests.preempted += 1

@@ -88,7 +88,7 @@ class SimulatedRequests:
         """Which of their tokens a drafter guesses."""
         return GuessedTokens.of(self._trace)
 
-    def decode(self, requests: int | Ints, tokens: int | Ints) -> None:
+    def decode(self, requests: Ints, tokens: int | Ints) -> None:
         """Requests have generated so many tokens."""
         self.num_output_tokens[requests] += tokens
         self.num_computed_tokens[requests] += tokens

@@ -21,8 +21,6 @@ from pat_vllm.simulator.traces import LengthTrace
 USUAL_SEQS = 256
 """Requests of a rank that are expected at most; a larger `max_num_seqs` is vLLM's default on large
 GPUs, and says little of the load."""
-SWITCH_FIXED = 0.03
-"""Seconds of a switch besides moving KV and weights; an assumption."""
 _MAX_TOKENS, _PROMPT = 16384, 256
 _CHUNK = 8192
 """Prompt tokens of a step, as vLLM has by default."""
@@ -132,7 +130,7 @@ def batch_seconds(
         if here is not None and best != here:
             saved = (turns[here].token - turns[best].token) * float(left.mean())
             live, tokens = int(computed.sum()), int(held[computed].sum())
-            move = machine.switch(here, best, live, tokens, SWITCH_FIXED, layouts[0]).seconds
+            move = machine.switch(here, best, live, tokens, layouts[0]).seconds
             best, spent = (best, move) if saved > move else (here, 0.0)
             seconds += spent
         here, turn = best, turns[best]

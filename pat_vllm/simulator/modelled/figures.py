@@ -48,5 +48,8 @@ over PCIe neighbours share bridges."""
 ALL_REDUCES_PER_LAYER = 2
 """One after attention, one after the MLP (Megatron-style tensor parallelism)."""
 
+SWITCH_FIXED = 0.03
+"""Seconds of a switch besides moving KV and weights; an assumption."""
+
 EXCHANGE_EFFICIENCY = 0.5
 """Share of a link that moving KV blocks reaches: pieces are small, and both ends pack them."""

@@ -26,7 +26,6 @@ from pat_vllm.memory.estimate import estimate, static_engine
 from pat_vllm.memory.model import ModelShape
 from pat_vllm.mixture import Mixture, WantedExperts
 from pat_vllm.profiling.profile import Profile, StepSample, StepShape, SwitchSample
-from pat_vllm.simulator.modelled.batch_time import SWITCH_FIXED
 from pat_vllm.simulator.modelled.figures import (
     COMPUTE_EFFICIENCY,
     EXCHANGE_EFFICIENCY,
@@ -35,6 +34,7 @@ from pat_vllm.simulator.modelled.figures import (
     MEMORY_EFFICIENCY,
     SAMPLED_TOKEN,
     STEP_OVERHEAD,
+    SWITCH_FIXED,
 )
 from pat_vllm.simulator.modelled.roofline import Machine
 
@@ -271,6 +271,4 @@ def _switches(
         for live in _SWITCH_LIVE:
             for each in _CONTEXTS[::2]:
                 if live * each <= room:
-                    yield machine.switch(
-                        source, target, live, live * each, SWITCH_FIXED, layouts[0]
-                    )
+                    yield machine.switch(source, target, live, live * each, layouts[0])

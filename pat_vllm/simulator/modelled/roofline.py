@@ -27,6 +27,7 @@ from pat_vllm.simulator.modelled.figures import (
     OVERLAP,
     SAMPLED_TOKEN,
     STEP_OVERHEAD,
+    SWITCH_FIXED,
 )
 
 
@@ -135,20 +136,14 @@ class Machine:
         return one.layers * held * 2 * one.intermediate * self.model.hidden * parts
 
     def switch(
-        self,
-        source: Layout,
-        target: Layout,
-        live: int,
-        tokens: int,
-        fixed: float,
-        base: Layout | None = None,
+        self, source: Layout, target: Layout, live: int, tokens: int, base: Layout
     ) -> SwitchSample:
         """Move the KV of `live` requests with `tokens` tokens in all, and their states, and permute
         the weights in place: each rank reads and writes its target shard once, and of experts what
         moves.
 
         Args:
-            base: the engine's base layout, where the model has experts.
+            base: the engine's base layout.
         """
         kv_bytes = tokens * self.moved(source, target)
         kv_bytes = int(kv_bytes + live * self.moved_states(source, target))
@@ -158,7 +153,6 @@ class Machine:
         kv = kv_bytes / max(1, min(senders, receivers)) / link
         shard = self.model.resident_weights(target.tp)
         if self.model.experts is not None:
-            assert base is not None
             shard = self.model.layer_weights(target.tp) + self.moved_experts(source, target, base)
         shard *= self.model.dtype_bytes
         weights = 2 * shard / (self.gpu.bandwidth * MEMORY_EFFICIENCY)
@@ -168,7 +162,7 @@ class Machine:
             num_seqs=live,
             tokens=tokens,
             kv_bytes=kv_bytes,
-            seconds=fixed + kv + weights,
+            seconds=SWITCH_FIXED + kv + weights,
             kv=kv,
             weights=weights,
         )

@@ -127,14 +127,14 @@ def test_every_static_layout_is_shown_where_all_are_asked_for(mixture: Advice) -
     options = replace(SMALL, gpus=4, acceptance=0.5)
     few, every = advise(options), advise(replace(options, all_layouts=True))
     assert (few.static, few.gain) == (every.static, every.gain)
-    shown = [config for _, config in every.rows()]
+    shown = every.shown
     for layout in every.rollouts.static.layouts:
         assert Config(layout) in shown
         drafted = [one for one in shown if one.layout == layout and one.drafts != "k = 0"]
         assert len(drafted) == 1, "with its best draft length"
         assert all(len(every.seconds(one)) == 2 for one in drafted)
-    assert set(every.to_json()["all"]) == {label for label, _ in every.rows()}
-    assert "all" not in few.to_json() and len(list(few.rows())) < len(shown)
+    assert set(every.to_json()["all"]) == {str(config) for config in shown}
+    assert "all" not in few.to_json() and len(few.shown) < len(shown)
 
 
 def test_own_limits_are_those_of_a_replica_in_every_layout(tail: Advice) -> None:

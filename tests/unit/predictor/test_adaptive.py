@@ -20,7 +20,6 @@ from pat_vllm.profiling.profile import StepShape
 from pat_vllm.reporting import SwitchReport
 from pat_vllm.simulator import shapes
 from pat_vllm.simulator.replay import simulate, simulate_batches
-from pat_vllm.simulator.replica import ReplicaCapacity
 from pat_vllm.simulator.run import SimulatedReport
 from pat_vllm.simulator.traces import LengthTrace
 from pat_vllm.simulator.truth import ReplayedTruth, Truth
@@ -39,11 +38,10 @@ from tests.unit.predictor.examples import (
 
 PROFILE = two_ranks()
 TRUTH = ReplayedTruth(PROFILE)
-CAPACITY = ReplicaCapacity.of(PROFILE)
 
 
 def run(policy: Policy, traces: list[LengthTrace], truth: Truth = TRUTH) -> list[SimulatedReport]:
-    return simulate_batches(traces, policy, truth, CAPACITY)
+    return simulate_batches(traces, policy, truth, PROFILE)
 
 
 def seconds(runs: list[SimulatedReport]) -> float:
@@ -71,7 +69,7 @@ def adaptive(name: str) -> list[SimulatedReport]:
 def test_within_three_percent_of_the_clairvoyant_and_never_worse_than_static(name: str) -> None:
     """The first batch, of whose lengths nothing is known, included and left out."""
     ours = adaptive(name)
-    best = [clairvoyant(trace, PROFILE.layouts, TRUTH, CAPACITY) for trace in batches(name)]
+    best = [clairvoyant(trace, PROFILE.layouts, TRUTH, PROFILE) for trace in batches(name)]
     assert seconds(ours) < 1.03 * seconds(best)
     assert seconds(ours[1:]) < 1.03 * seconds(best[1:])
     assert seconds(ours) < 1.02 * static(name)
@@ -176,7 +174,7 @@ def test_it_plans_only_when_something_has_changed() -> None:
     """A batch of equal lengths changes once; contexts that grow are looked at now and then."""
     policy = policy_of(PROFILE)
     trace = shapes.uniform(64, 200, 200, BOUND, seed=0)
-    ours = simulate(trace, policy, TRUTH, CAPACITY, chunk=1)
+    ours = simulate(trace, policy, TRUTH, PROFILE, chunk=1)
     assert sum(one.steps for one in ours.steps.values()) > 300
     assert policy.report().plans < 60
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pat_vllm.predictor import kept
-from pat_vllm.predictor.lengths import EDGES, Collector, LengthModel, Pool, cumulative_hazard
+from pat_vllm.predictor.lengths import EDGES, LengthModel, Pool, cumulative_hazard
 from pat_vllm.predictor.state import LiveRequests
 from pat_vllm.simulator import shapes
 from pat_vllm.simulator.traces import LengthTrace
@@ -54,14 +55,21 @@ def test_kaplan_meier_by_hand() -> None:
 
 
 @settings(max_examples=60)
-@given(st.lists(st.tuples(st.integers(1, 5000), st.booleans()), min_size=1, max_size=50))
-def test_responses_are_pooled_one_by_one_or_at_once(responses: list[tuple[int, bool]]) -> None:
+@given(
+    st.lists(st.tuples(st.integers(1, 5000), st.booleans()), min_size=1, max_size=50),
+    st.integers(1, 60),
+)
+def test_responses_are_pooled_one_by_one_or_at_once(
+    responses: list[tuple[int, bool]], at_once: int
+) -> None:
     lengths, ended = (np.array(values) for values in zip(*responses, strict=True))
-    pool, collector = Pool.of(lengths, ended), Collector()
-    for length, end in responses:
-        collector.add(length, end)
-    np.testing.assert_allclose(pool.tokens, collector.pool().tokens)
-    np.testing.assert_allclose(pool.ends, collector.pool().ends)
+    pool, model = Pool.of(lengths, ended), LengthModel(8192)
+    with patch("pat_vllm.predictor.lengths._AT_ONCE", at_once):
+        for length, end in responses:
+            model.finished(length, end)
+    model.end_of_batch()
+    np.testing.assert_array_equal(pool.tokens, model.to_json()["tokens"])
+    np.testing.assert_array_equal(pool.ends, model.to_json()["ends"])
     assert pool.tokens.sum() == lengths.sum()
     assert (pool.ends <= pool.tokens).all()
 

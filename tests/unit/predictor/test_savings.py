@@ -24,7 +24,6 @@ from pat_vllm.reporting import BatchSavings, BatchTimes
 from pat_vllm.simulator import shapes
 from pat_vllm.simulator.modelled.hardware import modelled_profile
 from pat_vllm.simulator.replay import simulate_batches
-from pat_vllm.simulator.replica import ReplicaCapacity
 from pat_vllm.simulator.truth import ReplayedTruth
 from tests.unit.predictor.examples import (
     batches,
@@ -229,10 +228,10 @@ def test_tokens_come_where_as_many_are_live() -> None:
 def test_estimates_of_simulated_batches(name: str) -> None:
     """Against the same batches in the layout in which they began, under the same truth."""
     profile = two_ranks()
-    truth, capacity = ReplayedTruth(profile), ReplicaCapacity.of(profile)
+    truth = ReplayedTruth(profile)
     policy = policy_of(profile)
-    ours = simulate_batches(batches(name), policy, truth, capacity)
-    static = simulate_batches(batches(name), StayPolicy(profile.layouts[0]), truth, capacity)
+    ours = simulate_batches(batches(name), policy, truth, profile)
+    static = simulate_batches(batches(name), StayPolicy(profile.layouts[0]), truth, profile)
     records = policy.report().savings
     assert len(records) == len(ours)
     for record, run, fixed in zip(records, ours, static, strict=True):
@@ -250,10 +249,10 @@ def test_estimates_of_simulated_batches_with_drafts() -> None:
     """Requests advance at paces of their own there, so that other ones are left at the end."""
     profile = modelled_profile("llama-3.1-8b", "H100", 4, draft_lengths=LENGTHS[1:])
     policy = policy_of(profile, bound=2048, draft_lengths=LENGTHS)
-    truth, capacity = ReplayedTruth(profile), ReplicaCapacity.of(profile)
+    truth = ReplayedTruth(profile)
     trace = replace(shapes.uniform(64, 1000, 2048, 2048, seed=0), acceptance=0.5)
-    ours = simulate_batches([trace, trace], policy, truth, capacity)
-    fixed = simulate_batches([trace], StayPolicy(profile.layouts[0]), truth, capacity)[0]
+    ours = simulate_batches([trace, trace], policy, truth, profile)
+    fixed = simulate_batches([trace], StayPolicy(profile.layouts[0]), truth, profile)[0]
     for run, record in zip(ours, policy.report().savings, strict=True):
         saved = 1 - run.generation_seconds / fixed.generation_seconds
         times = record.realised

@@ -9,14 +9,15 @@ from typing import Any
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.policy import Policy
 from pat_vllm.predictor.state import LiveState, Turn
-from pat_vllm.profiling.profile import StepShape
+from pat_vllm.profiling.profile import Profile, StepShape
 from pat_vllm.reporting import SwitchReport
-from pat_vllm.simulator.replica import ReplicaCapacity
+from pat_vllm.simulator.modelled.hardware import measured_noise
 from pat_vllm.simulator.traces import LengthTrace
 from tests.support.schedules import FollowSchedule, LayoutSchedule
 
 ONE, TWO = Layout(1, 2), Layout(2, 1)
 LAYOUTS = tuple(Layout.of(tp, 4) for tp in (1, 2, 4))
+_PROFILE = measured_noise()
 
 
 def capacity_of(
@@ -24,10 +25,18 @@ def capacity_of(
     max_batch_tokens: int = 8192,
     kv_tokens: Mapping[int, int] | None = None,
     kv_bytes_per_token: int = 0,
-) -> ReplicaCapacity:
-    """The same limits in every layout."""
-    seqs, tokens = (dict.fromkeys((1, 2, 4, 8), most) for most in (max_num_seqs, max_batch_tokens))
-    return ReplicaCapacity(seqs, tokens, kv_tokens or {}, kv_bytes_per_token)
+) -> Profile:
+    """A profile with the same limits in every layout, and much memory where `kv_tokens` is not
+    given. What else it has nobody looks at."""
+    sizes = (1, 2, 4, 8)
+    return _PROFILE.model_copy(
+        update={
+            "max_num_seqs": dict.fromkeys(sizes, max_num_seqs),
+            "max_batch_tokens": dict.fromkeys(sizes, max_batch_tokens),
+            "kv_tokens": {**dict.fromkeys(sizes, 1 << 40), **(kv_tokens or {})},
+            "kv_bytes_per_token": kv_bytes_per_token,
+        }
+    )
 
 
 FREE = capacity_of()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given, settings
@@ -16,7 +16,6 @@ from pat_vllm.profiling.profile import StepShape
 from pat_vllm.reporting import LayoutSteps, Report
 from pat_vllm.simulator.engine import SimulatedEngine, SimulatedLiveRequests, _summed
 from pat_vllm.simulator.replay import simulate, simulate_batches
-from pat_vllm.simulator.replica import ReplicaCapacity
 from tests.support.schedules import FollowSchedule, LayoutSchedule
 from tests.unit.simulator.simple import (
     FREE,
@@ -99,7 +98,7 @@ def test_policy_is_asked_again_after_the_first_step_in_a_layout() -> None:
 
 
 def test_requests_beyond_max_num_seqs_wait() -> None:
-    capacity = replace(FREE, max_num_seqs={1: 1, 2: 2})
+    capacity = FREE.model_copy(update={"max_num_seqs": {1: 1, 2: 2}})
     run = simulate(batch(2, 3, 4), StayPolicy(TWO), Constant(), capacity)
     assert run.finished == (1.5, 2.25, 4.5)  # the third starts when the first has ended
     run = simulate(batch(2, 2, 2, 2), StayPolicy(ONE), Constant(), capacity)
@@ -122,7 +121,7 @@ def test_arrivals_and_idle_time() -> None:
 
 
 def test_prompts_are_computed_in_chunks_and_shared_by_samples() -> None:
-    capacity = replace(FREE, max_batch_tokens={2: 10})
+    capacity = FREE.model_copy(update={"max_batch_tokens": {2: 10}})
     run = simulate(batch(2, prompt=25), StayPolicy(TWO), Constant(), capacity)
     # 10 + 10 + 5 tokens of prompt, the last with the first token; then the second token.
     assert run.finished == (4 * 0.75,)
@@ -195,10 +194,12 @@ def schedules(draw: st.DrawFn, total: int) -> LayoutSchedule:
 @given(st.data(), small_lengths)
 def test_every_request_finishes_with_its_length(data: st.DataObject, lengths: list[int]) -> None:
     arrivals = data.draw(st.lists(st.floats(0, 30), min_size=len(lengths), max_size=len(lengths)))
-    capacity = ReplicaCapacity(
-        max_num_seqs={tp: data.draw(st.integers(1, 4)) for tp in (1, 2, 4)},
-        max_batch_tokens={tp: data.draw(st.integers(4, 64)) for tp in (1, 2, 4)},
-        kv_tokens={tp: data.draw(st.integers(50, 300)) for tp in (1, 2, 4)},
+    capacity = FREE.model_copy(
+        update={
+            "max_num_seqs": {tp: data.draw(st.integers(1, 4)) for tp in (1, 2, 4)},
+            "max_batch_tokens": {tp: data.draw(st.integers(4, 64)) for tp in (1, 2, 4)},
+            "kv_tokens": {tp: data.draw(st.integers(50, 300)) for tp in (1, 2, 4)},
+        }
     )
     trace = batch(*lengths, prompt=data.draw(st.integers(1, 9)), arrivals=arrivals)
     policy = Recorder(data.draw(schedules(len(lengths))))
@@ -225,10 +226,12 @@ def test_chunks_change_nothing_where_their_steps_are_equal(
 ) -> None:
     """Every response ends when it does step by step, however steps tie and wherever one drains."""
     arrivals = data.draw(st.just([0.0]) | st.lists(st.floats(0, 30), min_size=1))
-    capacity = ReplicaCapacity(
-        max_num_seqs={tp: data.draw(st.integers(1, 30)) for tp in (1, 2, 4)},
-        max_batch_tokens={tp: data.draw(st.integers(4, 200)) for tp in (1, 2, 4)},
-        kv_tokens={tp: data.draw(st.integers(1_000, 30_000)) for tp in (1, 2, 4)},
+    capacity = FREE.model_copy(
+        update={
+            "max_num_seqs": {tp: data.draw(st.integers(1, 30)) for tp in (1, 2, 4)},
+            "max_batch_tokens": {tp: data.draw(st.integers(4, 200)) for tp in (1, 2, 4)},
+            "kv_tokens": {tp: data.draw(st.integers(1_000, 30_000)) for tp in (1, 2, 4)},
+        }
     )
     schedule = data.draw(schedules(len(lengths)))
     truth = Linear(data.draw(st.sampled_from([0.1, 0.3, 1.0])), token=0.0)

@@ -20,7 +20,6 @@ from pat_vllm.profiling.profile import Profile, StepSample, SwitchSample
 from pat_vllm.simulator import shapes
 from pat_vllm.simulator.modelled.hardware import measured_noise
 from pat_vllm.simulator.replay import simulate, simulate_batches
-from pat_vllm.simulator.replica import ReplicaCapacity
 from pat_vllm.simulator.truth import ReplayedTruth
 from tests.unit.predictor import examples
 from tests.unit.predictor.examples import decode, live_requests
@@ -141,8 +140,8 @@ def test_planner_takes_the_faster_kind_at_each_number_of_requests() -> None:
 def test_switches_between_kinds_are_replayed() -> None:
     trace = shapes.uniform(24, 10, 200, 200, seed=0)
     policy = follow(ONE, (6, SPREAD), (12, CUT), (18, SPREAD))
-    truth, capacity = ReplayedTruth(PROFILE), ReplicaCapacity.of(PROFILE)
-    run = simulate(trace, policy, truth, capacity)
+    truth = ReplayedTruth(PROFILE)
+    run = simulate(trace, policy, truth, PROFILE)
     ends = [(switch.source, switch.target) for switch in run.switches]
     assert ends == [(ONE, SPREAD), (SPREAD, CUT), (CUT, SPREAD), (SPREAD, ONE)]
     assert run.tokens == sum(trace.lengths)
@@ -157,16 +156,16 @@ def test_switches_between_kinds_are_replayed() -> None:
         assert step_seconds(layout, 1) <= mean <= step_seconds(layout, 24)
     # Noise of another engine, which has no mixture, is that of the nearest layout.
     noisy = ReplayedTruth(PROFILE, measured_noise())
-    assert simulate(trace, policy, noisy, capacity).seconds != run.seconds
+    assert simulate(trace, policy, noisy, PROFILE).seconds != run.seconds
 
 
 def test_pat_uses_both_kinds_and_gains_by_it() -> None:
-    truth, capacity = ReplayedTruth(PROFILE), ReplicaCapacity.of(PROFILE)
+    truth = ReplayedTruth(PROFILE)
     batches = [shapes.lognormal(64, 200, 1.0, 2000, seed) for seed in range(2)]
 
     def runs(profile: Profile) -> list[Any]:
         policy = AdaptivePolicy(profile, bound=2000, timer=lambda: 0.0)
-        return simulate_batches(batches, policy, truth, capacity)
+        return simulate_batches(batches, policy, truth, PROFILE)
 
     ours = runs(PROFILE)
     assert {switch.target for run in ours[1:] for switch in run.switches} == {*LAYOUTS}
@@ -174,5 +173,5 @@ def test_pat_uses_both_kinds_and_gains_by_it() -> None:
     for kinds in ((ONE, CUT), (ONE, SPREAD)):
         assert seconds < sum(run.seconds for run in runs(profile_of(layouts=kinds)))
     for layout in LAYOUTS:
-        static = simulate_batches(batches, StayPolicy(layout), truth, capacity)
+        static = simulate_batches(batches, StayPolicy(layout), truth, PROFILE)
         assert seconds < sum(run.seconds for run in static)

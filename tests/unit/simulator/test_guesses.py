@@ -15,11 +15,11 @@ from pat_vllm.layout import Layout
 from pat_vllm.predictor.adaptive import AdaptivePolicy
 from pat_vllm.predictor.policy import Policy, SchedulePolicy
 from pat_vllm.predictor.state import LiveState
+from pat_vllm.profiling.profile import Profile
 from pat_vllm.simulator import shapes
 from pat_vllm.simulator.guesses import GuessedTokens
 from pat_vllm.simulator.modelled.hardware import modelled_profile
 from pat_vllm.simulator.replay import simulate, simulate_batches
-from pat_vllm.simulator.replica import ReplicaCapacity
 from pat_vllm.simulator.traces import LengthTrace
 from pat_vllm.simulator.truth import ReplayedTruth
 from pat_vllm.simulator.tuned import tuned_schedule
@@ -92,7 +92,7 @@ class Changing(Policy):
 
 
 @pytest.mark.parametrize("capacity", [FREE, capacity_of(3, 64, {1: 700, 2: 1500})])
-def test_every_response_has_its_length_however_k_changes(capacity: ReplicaCapacity) -> None:
+def test_every_response_has_its_length_however_k_changes(capacity: Profile) -> None:
     lengths = [1, 5, 40, 100, 300, 299, 41, 7]
     run = simulate(batch(*lengths, acceptance=0.6), Changing(), Verifying(), capacity)
     assert run.tokens == sum(lengths)
@@ -119,18 +119,18 @@ def long_tail(seed: int, acceptance: float) -> LengthTrace:
 @pytest.mark.parametrize("acceptance", [0.02, 0.7])
 def test_pat_learns_what_drafts_are_worth(acceptance: float) -> None:
     """Against no drafts; close to the clairvoyant, which chooses among the same lengths."""
-    truth, capacity = ReplayedTruth(PROFILE), ReplicaCapacity.of(PROFILE)
+    truth = ReplayedTruth(PROFILE)
     batches = [long_tail(seed, acceptance) for seed in range(2)]
     seconds = {}
     for lengths in ((0,), LENGTHS):
         policy = AdaptivePolicy(PROFILE, bound=2048, draft_lengths=lengths, timer=lambda: 0.0)
-        *_, run = simulate_batches(batches, policy, truth, capacity)
+        *_, run = simulate_batches(batches, policy, truth, PROFILE)
         seconds[lengths] = run.seconds
     assert all(sample.drafted >= sample.accepted >= 0 for sample in run.drafts)
     accepted = sum(sample.accepted for sample in run.drafts)
     assert (accepted > 0.5 * sum(sample.steps for sample in run.drafts)) == (acceptance > 0.5)
-    clairvoyant = ClairvoyantPolicy(batches, PROFILE.layouts, truth, capacity, LENGTHS)
-    *_, best = simulate_batches(batches, clairvoyant, truth, capacity)
+    clairvoyant = ClairvoyantPolicy(batches, PROFILE.layouts, truth, PROFILE, LENGTHS)
+    *_, best = simulate_batches(batches, clairvoyant, truth, PROFILE)
     assert seconds[LENGTHS] < (0.75 if acceptance > 0.5 else 1.03) * seconds[0,]
     assert seconds[LENGTHS] < 1.06 * best.seconds
 

@@ -97,7 +97,7 @@ def test_a_switch_carries_contexts_at_the_cost_of_their_bytes() -> None:
     assert switch.kv == pytest.approx(1e-3 * 74)
     assert run.prefilled == 2 * 33 + 15
     # Live requests come first, and a context is carried as far as there is room.
-    small = replace(capacity, kv_tokens={2: 37 + 20})
+    small = capacity_of(kv_tokens={2: 37 + 20}, kv_bytes_per_token=10)
     run = simulate(turns([(4, 10, 9.0), (1, 0, 0.0)], [(9, 0, 0.0)]), policy, Linear(), small)
     assert (run.switches[0].tokens, run.switches[0].cached_tokens) == (37, 20)
     assert run.preempted == 0

@@ -24,11 +24,12 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from pat_vllm.simulator.replica import ReplicaCapacity, SimulatedReplica
+from pat_vllm.simulator.replica import SimulatedReplica
 from pat_vllm.simulator.requests import SimulatedRequests
 from pat_vllm.simulator.shapes import GENERATORS
 from pat_vllm.simulator.traces import LengthTrace
 from tests.support.models import random_model
+from tests.unit.simulator.simple import capacity_of
 
 BLOCK, PROMPT, BUDGET, LONGEST = 16, 64, 512, 1000
 
@@ -68,7 +69,7 @@ def test_turns_as_vllm_schedules(blocks: int) -> None:
 def of_replica(trace: LengthTrace, blocks: int) -> tuple[int, int, int]:
     requests, replica, steps = SimulatedRequests(trace, 0.0), SimulatedReplica(0), 0
     to_come = list(range(len(trace)))
-    capacity = ReplicaCapacity({1: len(trace)}, {1: BUDGET}, {1: (blocks - 1) * BLOCK})
+    profile = capacity_of(len(trace), BUDGET, {1: (blocks - 1) * BLOCK})
     while replica.num_seqs or to_come:
         arrived = [request for request in to_come if requests.arrival[request] <= steps]
         replica.waiting.extend(sorted(arrived, key=lambda one: requests.arrival[one]))
@@ -76,8 +77,7 @@ def of_replica(trace: LengthTrace, blocks: int) -> tuple[int, int, int]:
         if not replica.num_seqs:
             steps += 1
             continue
-        step = replica.schedule(requests, capacity, 1)
-        replica.decoding, replica.prefilling = step.decoding, step.prefilling
+        replica.schedule(requests, profile, 1)
         replica.per_step = 1.0
         replica.set_steps(1)
         steps += 1

@@ -92,7 +92,7 @@ MUTATIONS = mutations({
         ("a pool keeps the metrics of its last scheduler", "scheduler.block_pools:BlockPools._take", "pool.metrics_collector = metrics_collector", "pass"),
     ],
     "tests/unit/predictor/test_draft_lengths.py": [
-        ("a policy begins with draft lengths", "predictor.adaptive:AdaptivePolicy.__init__", "self.drafts = self._no_drafts", "pass"),
+        ("a policy begins with draft lengths", "predictor.adaptive:AdaptivePolicy.__init__", "self.drafts = {layout: ((1, 1, 0),) for layout in layouts}", "pass"),
         ("draft lengths of a batch's tail hold for the next", "predictor.adaptive:AdaptivePolicy._open", "self.drafts = plan.drafts", "pass"),
         ("planned draft lengths are not used", "predictor.adaptive:AdaptivePolicy._decide", "self.drafts = plan.drafts", "pass"),
         ("a plan does not know what is accepted", "predictor.adaptive:AdaptivePolicy._outlook", "self._drafting = self._acceptance.expected()", "pass"),

@@ -14,7 +14,7 @@ MUTATIONS = mutations({
         ("a chunk goes on after an arrival", "simulator.engine:SimulatedEngine._start", "until < steps", "until > steps"),
         ("a chunk goes on where another replica has drained", "simulator.engine:SimulatedEngine.advance", "not all(replica.num_seqs for replica in over)", "False"),
         ("a response that was cut short is complete", "simulator.engine:SimulatedEngine._finish", "length < most", "length <= most"),
-        ("a policy does not see the steps of a chunk", "simulator.engine:SimulatedEngine._live_requests", "requests.tokens_in(replica.decoding, steps, replica.k)", "0"),
+        ("a policy does not see the steps of a chunk", "simulator.engine:SimulatedEngine._live_requests", "requests.tokens_in(decoding, steps, k)", "0"),
         ("a replica runs one request too many", "simulator.replica:SimulatedReplica.schedule", "len(self.running) < most", "len(self.running) <= most"),
         ("a prompt is computed in a step whatever its length", "simulator.replica:SimulatedReplica.schedule", "if missing := tokens - int(computed[request]):\n                prefilling.append((request, min(missing, budget)))", "if missing := tokens - int(computed[request]):\n                prefilling.append((request, missing))"),
         ("the context is that of one request", "simulator.steady:Steady._count", "int(tokens.sum())", "int(tokens.max(initial=0))"),

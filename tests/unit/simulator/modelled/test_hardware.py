@@ -16,8 +16,7 @@ from pat_vllm.memory.buffers import EngineShape
 from pat_vllm.memory.estimate import estimate
 from pat_vllm.memory.model import ModelShape
 from pat_vllm.profiling.profile import Profile
-from pat_vllm.simulator.modelled.batch_time import SWITCH_FIXED
-from pat_vllm.simulator.modelled.figures import MEMORY_EFFICIENCY
+from pat_vllm.simulator.modelled.figures import MEMORY_EFFICIENCY, SWITCH_FIXED
 from pat_vllm.simulator.modelled.hardware import modelled_profile
 from pat_vllm.simulator.modelled.roofline import Machine
 
@@ -152,7 +151,7 @@ def test_steps_and_switches_in_milliseconds() -> None:
         machine.step(Layout(1, 8), 1, 512, 0),
         machine.step(Layout(4, 2), 64, 64 * 2048, 512, drafts=128, k=4),
         machine.step(Layout(8, 1), 0, 0, 8192),
-        machine.switch(Layout(1, 8), Layout(4, 2), 16, 32768, 0.03).seconds,
+        machine.switch(Layout(1, 8), Layout(4, 2), 16, 32768, Layout(1, 8)).seconds,
         mixture.step(Layout(4, 2, "ep"), 64, 64 * 2048, 512),
     ]
     assert [1e3 * seconds for seconds in steps] == pytest.approx(
@@ -179,7 +178,7 @@ def test_states_cost_by_request_and_not_by_context() -> None:
     assert more[0] == pytest.approx(more[1], rel=0.01) == pytest.approx(32 * read, rel=0.2)
     assert more[2] == pytest.approx(2 * more[0], rel=0.01)
     one, two = Layout(1, 8), Layout(2, 4)
-    moved = [machine.switch(one, two, 8, tokens, 0.0, base=one).kv_bytes for tokens in (8, 8000)]
+    moved = [machine.switch(one, two, 8, tokens, one).kv_bytes for tokens in (8, 8000)]
     assert moved[0] == int(8 * machine.moved(one, two) + 8 * model.state_bytes(1) / 2)
     assert moved[1] - moved[0] == pytest.approx(7992 * machine.moved(one, two), abs=1)
 
