@@ -116,8 +116,6 @@ class SimulatedEngine:
 
     def _live_requests(self) -> SimulatedLiveRequests:
         requests, replicas = self._requests, self._replicas
-        for replica in replicas:
-            replica.write(requests)
         index = np.array([i for r in replicas for i in (*r.running, *r.waiting)], np.int64)
         counts = [replica.num_seqs for replica in replicas]
         # A chunk's tokens are counted when it ends; a policy sees those made by now.
@@ -151,8 +149,6 @@ class SimulatedEngine:
 
     def report(self, predictor: PredictorReport) -> SimulatedReport:
         """The run so far; `predictor` is what the policy did in it."""
-        for replica in self._replicas:
-            replica.write(self._requests)
         switches = tuple(self._switches)
         first = switches[0].source if switches else self.layout
         return SimulatedReport(
@@ -208,7 +204,6 @@ class SimulatedEngine:
         self.drain()
         requests = self._requests
         for replica in self._replicas:
-            replica.write(requests)
             replica.forget_overwritten(requests, self._profile.kv_tokens[source.tp])
         quiesce = self.now - at
         self.layout = target
@@ -363,10 +358,7 @@ class SimulatedEngine:
     def _tell_of_drafts(self, replica: SimulatedReplica, steps: int, ended: float) -> None:
         """Tell of the drafts of a chunk. The requests are still what they were before it."""
         told, batch, k = min(steps, _TOLD_OF_DRAFTS), replica.shape.batch, replica.scheduled.k
-        accepted = [_NO_DRAFTS] * told
-        if k:
-            replica.write(self._requests)
-            accepted = replica.accepted(self._requests, told)
+        accepted = replica.accepted(self._requests, told) if k else [_NO_DRAFTS] * told
         for one in accepted:
             self._policy.drafted(ended, k, batch, one)
         if self._policy.drafts:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -17,7 +17,6 @@ from pat_vllm.predictor.state import Ints
 from pat_vllm.profiling.profile import Profile, StepShape
 from pat_vllm.simulator.free_memory import FreeMemory
 from pat_vllm.simulator.requests import SimulatedRequests
-from pat_vllm.simulator.steady import Steady
 
 _ROUNDING = 1e-6
 """Part of a step that is rounding error when times are compared."""
@@ -80,7 +79,8 @@ class SimulatedReplica:
         began: when the chunk began.
         per_step: seconds of each of its steps, whose shape is `shape`.
         end: when the chunk is over; infinite between chunks.
-        steady: what runs, for as long as nothing but decoding happens; None before.
+        steady: whether the chunk decodes all requests and nothing else happens. The next one is
+            alike then, but for longer contexts and fewer requests.
         free: memory that nothing holds, with the contexts of ended turns; None before the first
             step, unless a switch has brought contexts.
     """
@@ -96,7 +96,7 @@ class SimulatedReplica:
     per_step: float = 0.0
     shape: StepShape = _NOTHING
     end: float = math.inf
-    steady: Steady | None = None
+    steady: bool = False
     free: FreeMemory | None = None
 
     @property
@@ -153,22 +153,13 @@ class SimulatedReplica:
             ValueError: a request does not fit into the replica's memory.
         """
         room = profile.kv_tokens[tp]
-        if steady := self._still_steady(requests, room, draft_length):
-            self.scheduled = ScheduledStep(
-                self.running,
-                [],
-                steady.context,
-                steady.longest,
-                steady.least,
-                room - steady.context - len(self.running),
-                steady.k,
-                steady.pace,
-            )
-            return self.scheduled
+        if self.steady and (step := self._next_alike(requests, room, draft_length)):
+            self.scheduled = step
+            return step
+        self.steady = False
         room = self._make_room(requests, room, tp)
         computed = requests.num_computed_tokens
-        index, outputs = requests.outputs_of(self.running)
-        all_tokens = requests.columns[0, index] + outputs
+        index, all_tokens = requests.tokens_of(self.running)
         uncomputed = all_tokens - computed[index]
         ready = uncomputed <= 0
         decoding: list[int] = index[ready].tolist()
@@ -214,31 +205,30 @@ class SimulatedReplica:
         k = draft_length(len(self.running))
         if not self.waiting and len(decoding) == len(self.running):
             decoding = self.running
-            self.steady = Steady(requests, decoding, k)
+            self.steady = True
         least = requests.steps_left(decoding, k) if decoding else 1
         pace = requests.pace(decoding, k)
         self.scheduled = ScheduledStep(decoding, prefilling, context, longest, least, room, k, pace)
         return self.scheduled
 
-    def _still_steady(
+    def _next_alike(
         self, requests: SimulatedRequests, room: int, draft_length: Callable[[int], int]
-    ) -> Steady | None:
-        """What runs, where the next step also does nothing but decode it."""
-        steady = self.steady
-        if steady is not None and (
-            self.waiting
-            or not self.running
-            or steady.context + len(self.running) > room
-            or steady.k != draft_length(len(self.running))
-        ):
-            self.write(requests)
-            self.steady = None
-        return self.steady
-
-    def write(self, requests: SimulatedRequests) -> None:
-        """Bring `requests` up to date with what `steady` has counted for all together."""
-        if self.steady is not None:
-            self.steady.write(requests)
+    ) -> ScheduledStep | None:
+        """The next step of a steady replica; None where it has to be scheduled anew."""
+        k = self.scheduled.k
+        if self.waiting or not self.running or k != draft_length(len(self.running)):
+            return None
+        _, tokens = requests.tokens_of(self.running)
+        free = room - int(tokens.sum()) - len(self.running)
+        if free < 0:
+            return None
+        return replace(
+            self.scheduled,
+            context=int(tokens.sum()),
+            longest=int(tokens.max()),
+            steps_to_first_end=requests.steps_left(self.running, k),
+            free_tokens=free,
+        )
 
     def finish(self, requests: SimulatedRequests, steps: int) -> list[int]:
         """`steps` steps of the chunk are over, and the chunk with them.
@@ -246,13 +236,9 @@ class SimulatedReplica:
         Returns:
             The requests that have their length now; they have left the replica.
         """
-        if self.steady is not None:
-            self.made += steps
-            self.set_steps(0)
-            return self._leave(requests, self.steady.advance(requests, self.running, steps))
         outputs, computed = requests.num_output_tokens, requests.num_computed_tokens
         stepped = self.scheduled.decoding
-        requests.decode_all(stepped, steps, self.scheduled.k)
+        requests.decode(stepped, steps, self.scheduled.k)
         for request, tokens in self.scheduled.prefilling:
             requests.prefilled += tokens
             computed[request] += tokens
@@ -266,11 +252,7 @@ class SimulatedReplica:
         complete: list[int] = index[outputs[index] >= requests.columns[1, index]].tolist()
         for request in complete:
             self.running.remove(request)
-        return self._leave(requests, complete)
-
-    def _leave(self, requests: SimulatedRequests, complete: list[int]) -> list[int]:
-        if self.free is not None:
-            for request in complete:
+            if self.free is not None:
                 owner = request if requests.has_turns else None
                 self.free.free(requests.num_tokens(request), owner)
         return complete
@@ -308,8 +290,8 @@ class SimulatedReplica:
         """Tokens that no request holds, nor needs for its next one."""
         held = int(requests.num_computed_tokens[list(self.waiting)].sum())
         # A request in prefill has its whole prompt reserved.
-        index, outputs = requests.outputs_of(self.running)
-        return room - held - int((requests.columns[0, index] + outputs + 1).sum())
+        _, tokens = requests.tokens_of(self.running)
+        return room - held - int((tokens + 1).sum())
 
     def _make_room(self, requests: SimulatedRequests, room: int, tp: int) -> int:
         """Preempt, newest first, until every running request can take another token.

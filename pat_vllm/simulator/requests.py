@@ -88,14 +88,11 @@ class SimulatedRequests:
         """Which of their tokens a drafter guesses."""
         return GuessedTokens.of(self._trace)
 
-    def decode(self, requests: Ints, tokens: int | Ints) -> None:
-        """Requests have generated so many tokens."""
-        self.num_output_tokens[requests] += tokens
-        self.num_computed_tokens[requests] += tokens
-
-    def decode_all(self, requests: Sequence[int], steps: int, k: int) -> None:
+    def decode(self, requests: Sequence[int], steps: int, k: int) -> None:
         """Requests have decoded in each of `steps` steps with draft length `k`."""
-        self.decode(np.array(requests, np.int64), self.tokens_in(requests, steps, k))
+        index, tokens = np.array(requests, np.int64), self.tokens_in(requests, steps, k)
+        self.num_output_tokens[index] += tokens
+        self.num_computed_tokens[index] += tokens
 
     def tokens_in(self, requests: Sequence[int], steps: int, k: int) -> int | Ints:
         """Tokens that requests make in their next `steps` steps with draft length `k`."""
@@ -120,9 +117,14 @@ class SimulatedRequests:
         return float(self.guesses.drafting(*self.outputs_of(requests), [k]).tokens[0])
 
     def outputs_of(self, requests: Sequence[int]) -> tuple[Ints, Ints]:
-        """Indices of requests and their tokens so far, int64 [requests] each."""
+        """Indices of requests and their output tokens so far, int64 [requests] each."""
         index = np.array(requests, np.int64)
         return index, self.num_output_tokens[index]
+
+    def tokens_of(self, requests: Sequence[int]) -> tuple[Ints, Ints]:
+        """Indices of requests and their tokens so far, prompts included, int64 [requests] each."""
+        index, outputs = self.outputs_of(requests)
+        return index, self.columns[0, index] + outputs
 
     def num_tokens(self, request: int) -> int:
         """Prompt and output so far."""
