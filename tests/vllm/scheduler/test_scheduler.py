@@ -185,6 +185,12 @@ def test_a_known_reason_refuses_before_a_step_waits(
     assert drained == [True]
 
 
+def test_a_layout_that_is_not_kept_ready_is_an_error(scheduler: Any) -> None:
+    for wanted, why in ((3, "tp=3: .* 8 ranks"), ("tp2dp2", "keeps tp1dp8, .*, tp8dp1 ready")):
+        with pytest.raises(ValueError, match=f"cannot switch to .*{why}"):
+            scheduler.controller.request_switch(wanted)
+
+
 @pytest.mark.parametrize("queued", [False, True], ids=["when it waits", "before it waits"])
 def test_parts_of_a_streaming_input_session_meet_in_one_replica(queued: bool) -> None:
     """vLLM gives a reason for the end of each part, under the session's one id."""
@@ -356,24 +362,36 @@ def test_a_report_ends_the_work_that_is_over(
     assert len(ended) == 1
 
 
+@pytest.mark.parametrize("forced", [Layout(1, 8), Layout(8, 1)], ids=["other", "same"])
 def test_a_users_layout_holds_until_the_work_is_over(
-    scheduler: Any, monkeypatch: pytest.MonkeyPatch
+    scheduler: Any, monkeypatch: pytest.MonkeyPatch, forced: Layout
 ) -> None:
     """Then the engine goes home, and follows its policy again."""
     monkeypatch.setattr(Restless, "switched", lambda self, report: None)
     home = scheduler.replica_set.layout
     add(scheduler, 2)
     step(scheduler)
-    assert scheduler.controller.request_switch(1) is True
+    assert scheduler.controller.request_switch(forced.tp) is True
     scheduler.monitor.policy = Restless(home, Layout(2, 4))
     step(scheduler)
-    assert scheduler.replica_set.layout == Layout(1, 8)
+    assert scheduler.replica_set.layout == forced
     scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
     step(scheduler)
     assert scheduler.replica_set.layout == home
     add(scheduler, 2, first=2)
     step(scheduler)
     assert scheduler.replica_set.layout == Layout(2, 4)
+
+
+def test_a_paused_engine_keeps_its_layout(scheduler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its policy says."""
+    monkeypatch.setattr(Restless, "switched", lambda self, report: None)
+    home, wanted = scheduler.replica_set.layout, make_restless(scheduler)
+    add(scheduler, 2)
+    for state, layout in ((PauseState.PAUSED_ALL, home), (PauseState.UNPAUSED, wanted)):
+        scheduler.set_pause_state(state)
+        step(scheduler)
+        assert scheduler.replica_set.layout == layout
 
 
 # -------------------------------------------------------------------- layouts of one tp

@@ -106,13 +106,21 @@ def test_a_draft_length_asked_for_when_work_is_over_holds_for_the_next_batch() -
         assert step(scheduler, []) == {4 if length is None else length}
 
 
-def test_a_switch_drops_drafts_and_a_failed_plan_gives_them_back() -> None:
+@pytest.mark.parametrize("known", [True, False], ids=["refused", "failed"])
+def test_a_switch_drops_drafts_and_one_that_is_not_made_keeps_them(known: bool) -> None:
+    """They are verified in the next step."""
     scheduler = make()
     step(scheduler, [7, 7])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(switch_plan, "plan_moves", no_plan)
-        with pytest.raises(PlanningFailed):
-            scheduler.controller.request_switch(2)
+    if known:
+        (session, *_) = scheduler.replica_set.replicas[0].scheduler.running
+        session.resumable = True
+        assert scheduler.controller.request_switch(2) is False
+        session.resumable = False
+    else:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(switch_plan, "plan_moves", no_plan)
+            with pytest.raises(PlanningFailed):
+                scheduler.controller.request_switch(2)
     assert drafts_of(scheduler) == [[7, 7]] * 4
     output = scheduler.schedule()
     (one,) = output.steps.values()
