@@ -179,6 +179,8 @@ def test_fixed_lengths_are_known_and_not_learnt_from(deciding: Any) -> None:
     llm, monitor = deciding, scheduler_of(deciding).monitor
     before = pat_vllm.report(llm).predictor
     seen, jobs = [], long_tail(seed=2)
+    # Steps of a replica are counted from a switch.
+    assert pat_vllm.switch(llm, tp=2) and pat_vllm.switch(llm, tp=1)
 
     def look(step: int) -> None:
         if step == 3:
