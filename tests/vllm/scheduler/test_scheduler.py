@@ -26,14 +26,13 @@ from pat_vllm.scheduler.scheduler import PATScheduler
 from pat_vllm.scheduler.stats import mean_of_gpus, merge_outputs, merge_stats
 from pat_vllm.scheduler.switch import PlanningFailed
 from tests.support.kinds import full
-from tests.vllm.without_workers import EXECUTOR, answer, engine_config, request
+from tests.vllm.without_workers import EXECUTOR, answer, engine_config, pat_scheduler, request
 
 
 @pytest.fixture
 def scheduler() -> Any:
     """For eight ranks, in the layout tp8dp1."""
-    config, stock = engine_config(8, num_blocks=80)
-    return PATScheduler(vllm_config=config, **stock)
+    return pat_scheduler(8, num_blocks=80)
 
 
 def add(scheduler: Any, number: int, first: int = 0) -> None:
@@ -194,8 +193,7 @@ def test_a_layout_that_is_not_kept_ready_is_an_error(scheduler: Any) -> None:
 @pytest.mark.parametrize("queued", [False, True], ids=["when it waits", "before it waits"])
 def test_parts_of_a_streaming_input_session_meet_in_one_replica(queued: bool) -> None:
     """vLLM gives a reason for the end of each part, under the session's one id."""
-    config, stock = engine_config(1, num_blocks=80)
-    scheduler: Any = PATScheduler(vllm_config=config, **stock)
+    scheduler = pat_scheduler(1, num_blocks=80)
 
     def part(seed: int) -> Any:
         one = request("session", seed, max_tokens=2)
@@ -232,8 +230,7 @@ def test_parts_of_a_streaming_input_session_meet_in_one_replica(queued: bool) ->
 
 
 def test_a_streaming_input_session_that_waits_can_be_aborted() -> None:
-    config, stock = engine_config(1, num_blocks=80)
-    scheduler: Any = PATScheduler(vllm_config=config, **stock)
+    scheduler = pat_scheduler(1, num_blocks=80)
     session = request("session", 0, max_tokens=1)
     session.resumable = True
     scheduler.add_request(session)
@@ -520,8 +517,7 @@ def test_outputs_that_went_out_together_have_the_time_of_the_last() -> None:
 @pytest.mark.parametrize("stop, waits", [(None, 0), ("</search>", 1)])
 def test_what_a_front_end_has_stopped_may_go_on_after_a_tool(stop: str | None, waits: int) -> None:
     """It finds stop strings itself, and aborts the request then. What a user aborts has no turn."""
-    config, stock = engine_config(8, num_blocks=80, policy={"kind": "static", "tp": 8})
-    scheduler: Any = PATScheduler(vllm_config=config, **stock)
+    scheduler = pat_scheduler(8, num_blocks=80, policy={"kind": "static", "tp": 8})
     ended: list[str] = []
     scheduler.monitor.policy = Listening(scheduler.controller.layouts[0], ended)
     one = request("r", 0)
