@@ -22,7 +22,7 @@ from benchmarks.endurance.callers import ASYNC, SYNC
 from benchmarks.endurance.kills import Kill
 from pat_vllm.executor import orphan
 from tests.engine.specs import SMALL_KV, SMALL_LATENT
-from tests.support.engines import Job, run, scheduler_of
+from tests.support.engines import Job, run
 from tests.support.faults import (
     assert_a_failed_switch_ends_the_engine,
     assert_a_front_end_ended_in_a_switch_takes_its_engine_along,
@@ -164,56 +164,6 @@ def test_requests_that_find_no_room_are_recomputed(llm: Any) -> None:
     assert texts(llm, work, before_step=before_step) == expected
     merge = pat_vllm.report(llm).switches[count]
     assert merge.target.tp == 2 and merge.migrated > 0 and merge.recomputed > 0
-
-
-@pytest.mark.engine(SMALL_KV)
-def test_weights_are_left_alone_while_the_engine_sleeps(
-    llm: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """To end a request is a step, too. The first one after waking up brings them up to date."""
-    from vllm import SamplingParams
-
-    executor = llm.llm_engine.engine_core.engine_core.model_executor
-    calls = []
-    make_call = executor._call_together
-
-    def call(method: str, *args: Any, **options: Any) -> Any:
-        calls.append(method)
-        return make_call(method, *args, **options)
-
-    assert pat_vllm.switch(llm, tp=2)
-    llm.sleep(level=1)
-    monkeypatch.setattr(executor, "_call_together", call)
-    prompt = {"prompt_token_ids": [5, 6, 7]}
-    llm.llm_engine.add_request("queued", prompt, SamplingParams(max_tokens=30))
-    llm.llm_engine.abort_request(["queued"], internal=False)
-    llm.llm_engine.step()
-    assert executor._in_lanes, "the workers have heard of it"
-    assert pat_vllm.switch(llm, tp=1) is False
-    llm.wake_up()
-    assert "pat_refresh_weights" not in calls
-    assert len(run(llm, jobs(requests=2, tokens=4))) == 2
-    assert calls.count("pat_refresh_weights") == 1
-    assert pat_vllm.report(llm).layout.tp == 1, "the engine has gone home"
-
-
-@pytest.mark.engine(SMALL_KV)
-def test_switches_that_are_refused(llm: Any) -> None:
-    """To a layout that is not kept ready; with a session that waits for more input, whose state no
-    layout can take over."""
-    for wanted, why in ((3, "tp=3: .* 2 ranks .* tp=1, 2;"), ("tp2dp2", "tp1dp2, tp2dp1 ready")):
-        with pytest.raises(ValueError, match=f"cannot switch to .*{why}"):
-            pat_vllm.switch(llm, tp=wanted)
-
-    def before_step(step: int) -> None:
-        if step == 1:
-            replicas = scheduler_of(llm).replica_set.replicas
-            (request,) = [request for one in replicas for request in one.scheduler.running]
-            request.resumable = True
-            assert pat_vllm.switch(llm, tp=2) is False
-            request.resumable = False
-
-    run(llm, jobs(requests=1, tokens=30), before_step=before_step)
 
 
 @pytest.mark.engine(SMALL_KV)

@@ -12,7 +12,6 @@ import json
 import math
 import random
 import re
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -395,13 +394,6 @@ def test_unseeded_samples_differ_and_ranks_agree(llm: Any, script: Script) -> No
         )
 
 
-def test_unseeded_samples_of_two_runs_differ(llm: Any) -> None:
-    """A switch seeds the layout's generators anew, and each time differently."""
-    job = {"a": Job(prompt(21, 30), dict(max_tokens=20, temperature=1.0, ignore_eos=True))}
-    texts = [run(llm, job, {0: tp})["a"].outputs[0].text for tp in (1, 2, 1, 2, 1, 2)]
-    assert len(set(texts)) == 6
-
-
 # ---------------------------------------------------------------- streaming
 
 
@@ -518,16 +510,6 @@ def test_prefix_caching_across_a_switch(llm: Any, monkeypatch: pytest.MonkeyPatc
     assert after.num_cached_tokens == 192
     for output in (done["a"][-1], done["b"][-1], after):
         assert output.outputs[0].token_ids == reference.outputs[0].token_ids
-
-
-def test_reset_prefix_cache_when_idle(llm: Any) -> None:
-    job = {"a": Job(prompt(33, 200), greedy(4))}
-    cached = []
-    for reset in (False, False, True):
-        if reset:
-            assert llm.reset_prefix_cache()
-        cached.append(run(llm, job, {0: 1})["a"].num_cached_tokens)
-    assert cached == [0, 192, 0]
 
 
 RESETS = {
@@ -705,35 +687,3 @@ def test_metrics_are_those_of_one_engine(llm: Any) -> None:
         gained["request_queue_time_seconds:sum"],
     )
     assert 0 < queued < total
-
-
-# ---------------------------------------------------------------- forced layouts
-
-
-@pytest.mark.parametrize("tp", [1, 2])
-def test_a_forced_layout_holds_until_idle(
-    llm: Any, tp: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Against a policy that wants the other one; also where the engine is in it already."""
-    from pat_vllm.layout import Layout
-    from pat_vllm.predictor.policy import SETTLE_SECONDS, SchedulePolicy
-
-    policy = SchedulePolicy(Layout(1, 2), ((100, Layout.of(3 - tp, 2)),))
-    monkeypatch.setattr(scheduler_of(llm).monitor, "policy", policy)
-
-    def layouts_during(name: str) -> set[int]:
-        seen = set()
-
-        def at_step(step: int) -> None:
-            if step == 3:
-                time.sleep(2 * SETTLE_SECONDS)  # until the policy takes the batch for complete
-            if 3 < step < 9:
-                seen.add(pat_vllm.report(llm).layout.tp)
-
-        add(llm, {name: Job(prompt(600, 20), greedy(20))})
-        drive(llm, None, at_step)
-        return seen
-
-    assert pat_vllm.switch(llm, tp=tp)
-    assert layouts_during("forced") == {tp}
-    assert layouts_during("free again") == {3 - tp}

@@ -19,14 +19,14 @@ import json
 import os
 import sys
 import tempfile
-import traceback
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from tests.gpuless.programs import answer
+from tests.gpuless.programs import answer, in_child
 from tests.gpuless.replaced import replace
 
 AUTOTUNING = "autotuning"
@@ -75,17 +75,7 @@ def main(out: str, *platforms: str) -> None:
     import pat_vllm.worker.gpu_worker  # noqa: F401  # once for all platforms
 
     for platform in platforms:
-        if (child := os.fork()) == 0:
-            status = 1
-            try:
-                _decide(platform, out)
-                status = 0
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                sys.stdout.flush()
-                os._exit(status)
-        assert os.waitpid(child, 0)[1] == 0, platform
+        in_child(platform, partial(_decide, platform, out))
 
 
 def _decide(platform: str, out: str) -> None:

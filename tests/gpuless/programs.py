@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,21 @@ def asked_for(request: pytest.FixtureRequest, parameter: str) -> list[str]:
     items = [item for item in request.session.items if item.path == request.path]
     calls = [item.callspec.params for item in items if hasattr(item, "callspec")]
     return list(dict.fromkeys(call[parameter] for call in calls if parameter in call))
+
+
+def in_child(name: str, work: Callable[[], None]) -> None:
+    """Have a fork of this process do what changes a process for good."""
+    if (child := os.fork()) == 0:
+        status = 1
+        try:
+            work()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0, name
 
 
 class Program:

@@ -10,12 +10,13 @@ import os
 import sys
 import tempfile
 import traceback
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pat_vllm.known_models import MODEL_SHAPES
 from tests.gpuless.meta_device import note_python_operators
-from tests.gpuless.programs import answer
+from tests.gpuless.programs import answer, in_child
 
 GPUS = 8
 MEMORY = 80 << 30
@@ -52,26 +53,20 @@ def main(out: str, *cases: str) -> None:
     import pat_vllm.worker.gpu_worker  # noqa: F401  # once for all
 
     for case in cases:
-        if (child := os.fork()) == 0:
-            status = 1
-            try:
-                answer(out, case, _outcome(*case.split(":")))
-                status = 0
-            finally:
-                sys.stdout.flush()
-                os._exit(status)
-        assert os.waitpid(child, 0)[1] == 0, case
+        in_child(case, partial(_start_and_answer, out, case))
 
 
-def _outcome(platform: str, model: str) -> dict[str, Any]:
+def _start_and_answer(out: str, case: str) -> None:
     from tests.gpuless.platforms import become
 
     os.environ["VLLM_CACHE_ROOT"] = tempfile.mkdtemp()
+    platform, model = case.split(":")
     try:
         become(platform, GPUS)
-        return _start(model)
+        outcome = _start(model)
     except Exception:
-        return {"failed": traceback.format_exc()}
+        outcome = {"failed": traceback.format_exc()}
+    answer(out, case, outcome)
 
 
 def _start(model: str) -> dict[str, Any]:

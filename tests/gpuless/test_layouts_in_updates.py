@@ -27,7 +27,6 @@ from pat_vllm.executor.lanes import EXECUTE
 from pat_vllm.executor.messages import PATSchedulerOutput
 from pat_vllm.executor.weight_calls import WeightCalls
 from pat_vllm.layout import Layout
-from pat_vllm.scheduler.scheduler import PATScheduler
 from pat_vllm.worker.layout_config import layout_config
 from pat_vllm.worker.layout_weights import LayoutWeights
 from pat_vllm.worker.worker import PATWorkerMixin
@@ -179,8 +178,7 @@ def test_requests_wait_as_long_as_a_step_may_take(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("pause", [PauseState.UNPAUSED, PauseState.PAUSED_ALL])
 def test_steps_wait_for_weights(pause: PauseState, monkeypatch: pytest.MonkeyPatch) -> None:
     """A paused engine still tells its workers of requests that are gone."""
-    config, stock = without_workers.engine_config(1, num_blocks=80)
-    scheduler: Any = PATScheduler(vllm_config=config, **stock)
+    scheduler = without_workers.pat_scheduler(1, num_blocks=80)
     for name in ("stays", "goes"):
         scheduler.add_request(without_workers.request(name, 0))
     scheduler.set_pause_state(pause)
@@ -212,8 +210,7 @@ def test_calls_by_which_something_would_be_lost_are_refused(method: str, why: st
 
 
 def test_no_switch_in_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
-    config, stock = without_workers.engine_config(1, num_blocks=80)
-    scheduler: Any = PATScheduler(vllm_config=config, **stock)
+    scheduler = without_workers.pat_scheduler(1, num_blocks=80)
     assert scheduler.controller.request_switch(2)
     executor = without_workers.EXECUTOR
     switch = mock.Mock(wraps=executor.switch)
@@ -237,8 +234,7 @@ def test_no_switch_in_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_batch_ends_while_weights_are_away(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was asked for in it does not hold in the next, which comes before the weights."""
-    config, stock = without_workers.engine_config(1, num_blocks=80)
-    scheduler: Any = PATScheduler(vllm_config=config, **stock)
+    scheduler = without_workers.pat_scheduler(1, num_blocks=80)
     scheduler.add_request(without_workers.request("r", 0))
     assert scheduler.controller.request_switch(2)
     scheduler.schedule()

@@ -16,7 +16,6 @@ from tests.engine.test_features import (  # noqa: F401
     outcome,
     plain,
     runs,
-    test_a_forced_layout_holds_until_idle,
     test_aborts,
     test_logprobs,
     test_metrics_are_those_of_one_engine,

@@ -5,27 +5,18 @@ from __future__ import annotations
 import pytest
 
 from pat_vllm.layout import Layout
-from tests.support.vision import torchvision_stub
 from tests.vllm.weights.conftest import current_vllm_config  # noqa: F401
 from tests.vllm.weights.test_experts import KINDS, LAYOUTS, MODELS, RANKS
-from tests.vllm.weights.test_weights import check_whole_model
+from tests.vllm.weights.test_weights import check_ranks, check_whole_model
+
+DENSE = ("qwen3", "qwen2", "llama_few_kv", "qwen3_tied")
+VISION = ("gemma3_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5_vl", "qwen3_5_moe_vl")
 
 
 @pytest.mark.parametrize("base_tp", [1, 2])
-@pytest.mark.parametrize("name", ["qwen3", "qwen2", "llama_few_kv", "qwen3_tied"])
-def test_dense_models(name: str, base_tp: int) -> None:
-    for rank in range(4):
-        check_whole_model(name, [Layout.of(tp, 4) for tp in (1, 2, 4) if tp >= base_tp], rank)
-
-
-@pytest.mark.parametrize("base_tp", [1, 2])
-@pytest.mark.parametrize(
-    "name", ["gemma3_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5_vl", "qwen3_5_moe_vl"]
-)
-def test_vision_language_models(name: str, base_tp: int) -> None:
-    with torchvision_stub():
-        for rank in range(4):
-            check_whole_model(name, [Layout.of(tp, 4) for tp in (1, 2, 4) if tp >= base_tp], rank)
+@pytest.mark.parametrize("name", [*DENSE, *VISION])
+def test_dense_and_vision_language_models(name: str, base_tp: int) -> None:
+    check_ranks(name, base_tp, range(4))
 
 
 WAYS = {"both kinds": LAYOUTS} | {

@@ -66,26 +66,3 @@ def generate(
             tokens = torch.multinomial(logits.softmax(-1), 1, generator=generator)
         outputs.append(tokens)
     return torch.cat(outputs, 1).tolist()
-
-
-@torch.inference_mode()
-def law(model: Any, prompt: Sequence[int], steps: int) -> torch.Tensor:
-    """Probability of each token at each position of text sampled at temperature 1.
-
-    Goes through all continuations of the prompt, `vocab ** (steps - 1)` of them.
-
-    Returns:
-        [steps, vocab], in the model's dtype.
-    """
-    vocab = model.config.vocab_size
-    step = model(torch.tensor([prompt]))
-    joint = step.logits[:, -1].softmax(-1)
-    laws = [joint.sum(0)]
-    while len(laws) < steps:
-        cache = step.past_key_values
-        cache.batch_repeat_interleave(vocab)
-        tokens = torch.arange(vocab).repeat(len(joint)).view(-1, 1)
-        step = model(tokens, past_key_values=cache)
-        joint = joint.view(-1, 1) * step.logits[:, -1].softmax(-1)
-        laws.append(joint.sum(0))
-    return torch.stack(laws)

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
-from pat_vllm.cli import app
 from pat_vllm.doctor.options import Options
 from pat_vllm.doctor.report import Report
+from tests.support.command_line import invoke
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,8 +28,8 @@ def test_the_doctor_takes_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("pat_vllm.cli.doctor.examine", examine)
     command = ["doctor", *arguments.replace("$(GPUS)", "2").split()]
-    outcome = CliRunner().invoke(app, command)
-    assert outcome.exit_code == 0, outcome.output
+    code, text = invoke(*command)
+    assert code == 0, text
     assert (given[0].all, given[0].shape, given[0].ranks) == (True, "large", 2)
 
 

@@ -126,8 +126,22 @@ def engine_config(
     )
 
 
+def pat_scheduler(tp: int, **options: Any) -> Any:
+    """A scheduler that is in `tp`; see `engine_config`."""
+    from pat_vllm.scheduler.scheduler import PATScheduler
+
+    config, stock = engine_config(tp, **options)
+    return PATScheduler(vllm_config=config, **stock)
+
+
 def request(request_id: str, seed: int, prompt: int = 32, max_tokens: int = 8000) -> Any:
     """A request of `prompt` tokens, unlike those of other seeds."""
+    tokens = [seed // 400 + 3, seed % 400 + 3] * (prompt // 2)
+    return request_of(request_id, tokens, max_tokens)
+
+
+def request_of(request_id: str, tokens: list[int], new: int, salt: str | None = None) -> Any:
+    """A request of these tokens, for so many new ones."""
     from vllm import SamplingParams
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -135,9 +149,8 @@ def request(request_id: str, seed: int, prompt: int = 32, max_tokens: int = 8000
 
     init_none_hash(sha256)
     hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
-    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    tokens = [seed // 400 + 3, seed % 400 + 3] * (prompt // 2)
-    return Request(request_id, tokens, params, None, block_hasher=hasher)
+    params = SamplingParams(max_tokens=new, ignore_eos=True)
+    return Request(request_id, tokens, params, None, block_hasher=hasher, cache_salt=salt)
 
 
 def answer(step: Any) -> Any:

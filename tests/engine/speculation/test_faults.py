@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 
 import pat_vllm
-from pat_vllm.scheduler import switch as switch_module
-from pat_vllm.scheduler import switch_plan
 from tests.engine.specs import DRAFTS
 from tests.engine.speculation.batch import batch, without_drafts
 from tests.engine.speculation.steps import acceptance, drafts_in_flight, held_drafts
@@ -71,51 +69,3 @@ def test_an_abort_between_draft_and_verification(
     assert len(aborted) == 2
     expected = without_drafts()
     assert_same(outcomes, {name: expected[name] for name in expected.keys() - set(aborted)})
-
-
-def refused(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A switch that is refused for a reason that is known beforehand."""
-    (request, *_) = scheduler_of(llm).replica_set.replicas[0].scheduler.running
-    request.resumable = True
-    assert pat_vllm.switch(llm, tp=2) is False
-    request.resumable = False
-
-
-def undone(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A switch whose planning fails at its end."""
-
-    def fail(*args: Any) -> None:
-        raise RuntimeError("no plan today")
-
-    llm.provoked = "no plan today"
-    with monkeypatch.context() as patch:
-        patch.setattr(switch_plan, "plan_moves", fail)
-        with pytest.raises(switch_module.PlanningFailed, match="no plan today"):
-            pat_vllm.switch(llm, tp=2)
-
-
-@pytest.mark.parametrize("attempt", [refused, undone])
-def test_a_switch_that_is_not_made_drops_no_drafts(
-    llm: Any,
-    attempt: Callable[[Any, pytest.MonkeyPatch], None],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """They are verified in the next step."""
-    held: dict[str, list[int]] = {}
-    verified: list[bool] = []
-
-    def look() -> None:
-        if held:
-            verified.append(drafts_in_flight(llm) == held)
-            held.clear()
-
-    monkeypatch.setattr(core_of(llm), "_process_aborts_queue", look)
-
-    def before_step(step: int) -> None:
-        if (drafts := held_drafts(llm)) and step >= 4 and len(verified) < 3:
-            attempt(llm, monkeypatch)
-            held.update(drafts)
-
-    outcomes = run_batch(llm, before_step)
-    assert verified == [True, True, True]
-    assert_same(outcomes, without_drafts())

@@ -10,7 +10,6 @@ import pytest
 from tests.engine.specs import DRAFTS
 from tests.engine.speculation.test_features import jobs, jobs_without, plain, runs  # noqa: F401
 from tests.engine.test_features import (  # noqa: F401
-    test_a_forced_layout_holds_until_idle,
     test_aborts,
     test_prefix_caching,
     test_prefix_caching_across_a_switch,

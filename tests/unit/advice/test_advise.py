@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from pat_vllm.advice.options import AdviseOptions
 from pat_vllm.advice.replay import OWN_WORK, Config, Gain, Task, gain, replay_chain, seconds_of
@@ -18,12 +17,12 @@ from pat_vllm.advice.rollouts import Rollouts, engine_of, rollouts_of
 from pat_vllm.advice.settings import pat_options, settings
 from pat_vllm.advice.text import heading, verdict
 from pat_vllm.advice.verdict import Advice, advise
-from pat_vllm.cli import app
 from pat_vllm.config import PATConfig
 from pat_vllm.known_models import MODEL_SHAPES
 from pat_vllm.layout import Layout
 from pat_vllm.profiling.profile import Profile
 from pat_vllm.simulator.modelled.hardware import modelled_profile
+from tests.support.command_line import invoke
 
 SMALL = AdviseOptions("llama-3.1-8b", "A40", 2, responses=32, max_tokens=256, iterations=2)
 
@@ -427,11 +426,6 @@ ARGUMENTS = (
     *("advise", "--model", "llama-3.1-8b", "--gpu", "A40", "--gpus", "2", "--responses", "32"),
     *("--max-tokens", "256", "--iterations", "2"),
 )
-
-
-def invoke(*arguments: str) -> tuple[int, str]:
-    done = CliRunner().invoke(app, arguments, env={"COLUMNS": "200", "TERM": "dumb"})
-    return done.exit_code, " ".join(done.output.replace("│", " ").split())
 
 
 def test_command_writes_json_and_a_picture(tmp_path: Path) -> None:

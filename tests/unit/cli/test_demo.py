@@ -8,9 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from pat_vllm.cli import app
 from pat_vllm.cli.demo import disagreement, table_rows, verdict
 from pat_vllm.cli.demo_batch import (
     Contender,
@@ -27,6 +25,7 @@ from pat_vllm.layout import Layout
 from pat_vllm.mixture import Mixture
 from pat_vllm.policy_config import SchedulePolicyConfig
 from pat_vllm.reporting import DraftSample, LiveSample, Report, SwitchReport
+from tests.support.command_line import invoke
 from tests.unit.reporting.samples import ONE, TWO, switch_report
 
 BEGAN = 100.0
@@ -183,9 +182,8 @@ def with_drafts(result: RunResult) -> RunResult:
 def demo_command(folder: Path, model: Path | str, *options: str) -> tuple[int, str, Path]:
     """Exit status, what was printed, and the picture."""
     output = folder / "out.png"
-    arguments = ["demo", "--model", str(model), "--output", str(output), *options]
-    outcome = CliRunner().invoke(app, arguments)
-    return outcome.exit_code, " ".join(outcome.output.replace("│", " ").split()), output
+    code, text = invoke("demo", "--model", str(model), "--output", str(output), *options)
+    return code, text, output
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from pat_vllm.cli import app, doctor_models
+from pat_vllm.cli import doctor_models
 from pat_vllm.doctor.options import Options
 from pat_vllm.doctor.report import REPORT, Check, Stage, without_names
 from pat_vllm.known_models import MODEL_SHAPES
+from tests.support.command_line import invoke
 
 STAGES = (
     Stage.of("environment", [Check("versions", "[vllm] $0_32$")], 3.0),
@@ -22,12 +22,6 @@ STAGES = (
     Stage("piecewise", "skipped", why="'eager' failed"),
 )
 LAST = Stage.of("as used", [Check("model", f"in {Path.cwd()}/here")], 1.0)
-
-
-def doctor(*arguments: str) -> tuple[int, str]:
-    """Exit status, and what was printed."""
-    outcome = CliRunner().invoke(app, ["doctor", *arguments])
-    return outcome.exit_code, " ".join(outcome.output.replace("│", " ").split())
 
 
 def test_names_of_users_and_folders_are_left_out() -> None:
@@ -51,7 +45,7 @@ def test_names_of_users_and_folders_are_left_out() -> None:
     ],
 )
 def test_what_a_user_got_wrong_is_said(arguments: tuple[str, ...], words: str) -> None:
-    code, text = doctor(*arguments)
+    code, text = invoke("doctor", *arguments)
     assert code == 2 and words in text
 
 
@@ -70,7 +64,7 @@ def test_exit_status_table_and_file(
 
     monkeypatch.setattr("pat_vllm.doctor.stages.run_stages", run_stages)
     options = ("--ranks", "8", "--gpu", "H100", "--model", str(config), "--pat", '{"base_tp": 4}')
-    status, text = doctor("--output-dir", str(tmp_path / "out"), *options)
+    status, text = invoke("doctor", "--output-dir", str(tmp_path / "out"), *options)
     assert status == code, text
     assert "[vllm] $0_32$" in text
     assert ("last words" in text and "Not fit" in text) == bool(code)

@@ -14,6 +14,7 @@ from pat_vllm.cli import app
 from pat_vllm.cli.command_options import DemoOptions, ProfileOptions, RandomModel
 from pat_vllm.cli.random_config import ARCHS
 from pat_vllm.doctor.options import Options
+from tests.support.command_line import invoke
 
 
 def test_the_version() -> None:
@@ -41,11 +42,7 @@ def test_the_help_names_every_architecture() -> None:
 def test_help_has_the_ranges_and_errors_name_option_value_and_range(
     command: str, model: type
 ) -> None:
-    def told(*words: str) -> tuple[int, str]:
-        outcome = CliRunner().invoke(app, [*command.split(), *words], env={"COLUMNS": "200"})
-        return outcome.exit_code, " ".join(outcome.output.replace("│", " ").split())
-
-    _, help_text = told("--help")
+    _, help_text = invoke(*command.split(), "--help")
     for name, hint in get_type_hints(model, include_extras=True).items():
         (option,) = hint.__metadata__
         if option.min is None:
@@ -56,5 +53,5 @@ def test_help_has_the_ranges_and_errors_name_option_value_and_range(
         odd = float in (hint.__origin__, *get_args(hint.__origin__))
         below, above = option.min - 1, option.max + 1
         for wrong in (float(below), float(above), "nan") if odd else (below, above):
-            code, text = told(flag, str(wrong))
+            code, text = invoke(*command.split(), flag, str(wrong))
             assert code == 2 and f"{flag} is {wrong}; allowed is {ends}" in text, text

@@ -64,6 +64,16 @@ def switch_report(source: Layout, target: Layout, **values: Any) -> SwitchReport
     return SwitchReport(**zeros | {"source": source, "target": target, "reason": "policy"} | values)
 
 
+def switch_sample(
+    source: Layout, target: Layout, num_seqs: int, tokens: int, seconds: float, **parts: Any
+) -> SwitchSample:
+    """A measured switch, of which the parts that are not given took no time."""
+    fields = {"kv_bytes": 0, "kv": 0.0, "weights": 0.0} | parts
+    return SwitchSample(
+        source=source, target=target, num_seqs=num_seqs, tokens=tokens, seconds=seconds, **fields
+    )
+
+
 def decode(batch: int, each: int = 512, busy: int = 1) -> StepShape:
     """A decode step of `batch` requests of equal contexts."""
     return StepShape(batch, batch * each, each, 0, busy)
@@ -113,15 +123,11 @@ def two_ranks(slower: dict[int, float] | None = None) -> Profile:
         for seconds in [(slower or {}).get(layout.tp, 1) * step_seconds(shape, layout.tp)]
     ]
     switches = [
-        SwitchSample(
-            source=source,
-            target=target,
-            num_seqs=live,
-            tokens=100 * live,
-            kv_bytes=live << 21,
+        switch_sample(
+            *(source, target, live, 100 * live),
             seconds=0.008 + 0.0006 * live,
+            kv_bytes=live << 21,
             kv=0.0005 * live,
-            weights=0.0,
         )
         for source, target in permutations((REPLICAS, GROUP))
         for live in (0, 1, 8, 32)

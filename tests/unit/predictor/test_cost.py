@@ -16,7 +16,7 @@ from pat_vllm.layout import Layout
 from pat_vllm.predictor.cost import CarryRates, CostModel
 from pat_vllm.profiling.profile import Profile, StepSample, StepShape, SwitchSample
 from pat_vllm.reporting import SwitchReport
-from tests.unit.predictor.examples import decode, profile_of, switch_report
+from tests.unit.predictor.examples import decode, profile_of, switch_report, switch_sample
 
 LAYOUTS = ONE, TWO, FOUR = tuple(Layout.of(tp, 4) for tp in (1, 2, 4))
 
@@ -47,16 +47,7 @@ def linear(
 ) -> list[SwitchSample]:
     """Samples of a switch that is exactly linear."""
     return [
-        SwitchSample(
-            source=source,
-            target=target,
-            num_seqs=n,
-            tokens=t,
-            kv_bytes=0,
-            seconds=fixed + per_request * n + per_token * t,
-            kv=0.0,
-            weights=0.0,
-        )
+        switch_sample(source, target, n, t, fixed + per_request * n + per_token * t)
         for n, t in ((0, 0), (1, 100), (8, 800), (8, 8000), (32, 3200))
     ]
 

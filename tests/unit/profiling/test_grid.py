@@ -15,6 +15,7 @@ from pat_vllm.layout import Layout
 from pat_vllm.profiling.grid import POINTS, EngineLimits, Plan, StepPoint, SwitchPoint, estimate
 from pat_vllm.profiling.profile import StepSample, StepShape, SwitchSample
 from tests.support.kinds import full
+from tests.unit.predictor import examples
 
 ONE, TWO = Layout(1, 2), Layout(2, 1)
 LIMITS = EngineLimits(
@@ -131,16 +132,8 @@ def test_points_with_drafts() -> None:
 
 
 def switch_sample(point: SwitchPoint) -> SwitchSample:
-    return SwitchSample(
-        source=point.source,
-        target=point.target,
-        num_seqs=point.num_seqs,
-        tokens=point.num_seqs * point.context,
-        kv_bytes=0,
-        seconds=1.0,
-        kv=0.0,
-        weights=0.0,
-    )
+    tokens = point.num_seqs * point.context
+    return examples.switch_sample(point.source, point.target, point.num_seqs, tokens, 1.0)
 
 
 def test_samples_are_of_their_points() -> None:

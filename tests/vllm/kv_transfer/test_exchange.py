@@ -31,6 +31,11 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 Case = tuple[Layout, Layout, int, torch.dtype, bool, list[BlockMove]]
 Views = list[torch.Tensor]
+ViewsOf = Callable[[torch.Tensor], Views]
+Shape = tuple[Sequence[BlockMove], ViewsOf, ViewsOf]
+"""Moves of blocks of one shape, and the views of a buffer in the two layouts."""
+Result = tuple[list[str], int]
+"""What is wrong, and the bytes of a layer that were staged to be sent."""
 
 
 def _world() -> Any:
@@ -109,45 +114,34 @@ def _copy(move: BlockMove, old: Views, new: Views) -> None:
                 layer_new[b, hb] = layer_old[a, ha]
 
 
-def _exchange(
-    exchange: Exchange,
-    size: int,
-    seed: int,
-    moves: Sequence[BlockMove],
-    source: Callable[[torch.Tensor], Views],
-    target: Callable[[torch.Tensor], Views],
-) -> tuple[list[str], int]:
-    """Move blocks in a buffer of random bytes.
-
-    Args:
-        source, target: the views of a buffer in the two layouts.
-
-    Returns:
-        What is wrong, and the bytes of a layer that were staged to be sent.
-    """
+def _exchange(exchange: Exchange, size: int, seed: int, shapes: Sequence[Shape]) -> Result:
+    """Move blocks in a buffer of random bytes."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     buffer = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)
     buffers = [torch.empty_like(buffer) for _ in range(world_size)]
     dist.all_gather(buffers, buffer)
     expected = buffer.clone()
-    old, new = [source(one) for one in buffers], target(expected)
-    for move in moves:
-        if move.route.target_rank == rank:
-            _copy(move, old[move.route.source_rank], new)
+    parts, views, sent = [], [], 0
+    for moves, source, target in shapes:
+        snapshot, new = [source(one) for one in buffers], target(expected)
+        for move in moves:
+            if move.route.target_rank == rank:
+                _copy(move, snapshot[move.route.source_rank], new)
+        old_views, new_views = source(buffer), target(buffer)
+        parts.append(Part(RankMoves.of(rank, world_size, moves), old_views[0], new_views[0]))
+        views.append((old_views, new_views))
+        sent += sum(
+            LAYERS * len(m.source_blocks) * len(m.route.source_heads) * old_views[0][0, 0].nbytes
+            for m in moves
+            if m.route.source_rank == rank
+        )
 
-    mine = RankMoves.of(rank, world_size, moves)
-    old_views, new_views = source(buffer), target(buffer)
     exchange.bytes_sent = 0
-    with exchange.staging([Part(mine, old_views[0], new_views[0])]):
-        for pair in zip(old_views, new_views, strict=True):
-            exchange.run([pair])
+    with exchange.staging(parts):
+        for layer in range(LAYERS):
+            exchange.run([(old[layer], new[layer]) for old, new in views])
         staged = exchange._packed.nbytes
-    sent = sum(
-        LAYERS * len(m.source_blocks) * len(m.route.source_heads) * old_views[0][0, 0].nbytes
-        for m in moves
-        if m.route.source_rank == rank
-    )
     wrong = {
         "bytes": not torch.equal(buffer, expected),
         "count": exchange.bytes_sent != sent,
@@ -163,10 +157,10 @@ def _exchange_random_cases(rank: int, world_size: int, transport: Any, cases: in
         source, target, num_kv_heads, dtype, heads_first, moves = _random_case(seed, world_size)
         size = LAYERS * BLOCKS * num_kv_heads * TOKENS * CONTENT * dtype.itemsize
         shape = (num_kv_heads, dtype, heads_first)
-        views = [
+        old, new = (
             lambda b, layout=one, shape=shape: _views(b, layout, *shape) for one in (source, target)
-        ]
-        wrong, _ = _exchange(exchange, size, seed, moves, *views)
+        )
+        wrong, _ = _exchange(exchange, size, seed, [(moves, old, new)])
         assert not wrong, f"case {seed}, {source} -> {target}: {wrong}"
         moved += exchange.bytes_sent
     assert moved > 0
@@ -180,6 +174,11 @@ def _exchange_groups(rank: int, world_size: int) -> None:
     heads, content = (2, 4), (32, 16)
     of_groups = (*kinds.full(2), SlidingWindow(4, 16, window=24), SlidingWindow(4, 16, window=40))
     shapes = (0, 1, 1)
+
+    def views(layout: Layout, shape: int) -> ViewsOf:
+        size = BLOCKS * layout.tp, heads[shape] // layout.tp, TOKENS, content[shape]
+        return lambda b: [one.view(size) for one in b.view(torch.float32).view(LAYERS, -1)]
+
     for seed, transport in itertools.product(range(12), (None, CollectiveTransport(_world(), CPU))):
         rng = random.Random(seed)
         source, target = (Layout.of(rng.choice([1, 2]), world_size) for _ in range(2))
@@ -198,38 +197,13 @@ def _exchange_groups(rank: int, world_size: int) -> None:
                     requests.append(RequestBlocks(f"{i}", a, places[0], b, places[1], group))
         moves = plan_moves(source, target, of_groups, requests)
 
-        def views(buffer: torch.Tensor, layout: Layout, shape: int) -> Views:
-            sizes = heads[shape] // layout.tp, TOKENS, content[shape]
-            layers = buffer.view(torch.float32).view(LAYERS, -1)
-            return [layer.view(BLOCKS * layout.tp, *sizes) for layer in layers]
-
-        generator = torch.Generator().manual_seed(1000 * seed + rank)
-        size = LAYERS * BLOCKS * 64 * TOKENS * 4
-        buffer = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)
-        buffers = [torch.empty_like(buffer) for _ in range(world_size)]
-        dist.all_gather(buffers, buffer)
-        expected = buffer.clone()
-        for move in moves:
-            if move.route.target_rank == rank:
-                old = buffers[move.route.source_rank]
-                shape = shapes[move.group]
-                _copy(move, views(old, source, shape), views(expected, target, shape))
-        exchange = Exchange(_world(), CPU, transport)
-        parts = [
-            Part(
-                RankMoves.of(rank, world_size, [m for m in moves if shapes[m.group] == shape]),
-                views(buffer, source, shape)[0],
-                views(buffer, target, shape)[0],
-            )
-            for shape in (0, 1)
+        of_shapes = [
+            ([m for m in moves if shapes[m.group] == s], views(source, s), views(target, s))
+            for s in (0, 1)
         ]
-        with exchange.staging(parts):
-            for layer in range(LAYERS):
-                exchange.run(
-                    [(views(buffer, source, s)[layer], views(buffer, target, s)[layer])
-                     for s in (0, 1)]
-                )  # fmt: skip
-        assert torch.equal(buffer, expected), (seed, source, target)
+        size = LAYERS * BLOCKS * 64 * TOKENS * 4
+        wrong, _ = _exchange(Exchange(_world(), CPU, transport), size, seed, of_shapes)
+        assert not wrong, (seed, source, target, wrong)
 
 
 def test_groups_with_blocks_of_several_shapes(tmp_path: Path) -> None:
@@ -292,13 +266,15 @@ def _check_switch(source: Layout, target: Layout, seed: int, share: float) -> bo
     cell = TOKENS * CONTENT * 4
     layer = full.BLOCKS * full.KV_HEADS * cell
 
-    def views(layout: Layout) -> Callable[[torch.Tensor], Views]:
+    def views(layout: Layout) -> ViewsOf:
         shape = full.num_blocks(layout), layout.kv_heads_per_rank(full.KV_HEADS), TOKENS, CONTENT
         return lambda b: [one.view(shape) for one in b.view(torch.float32).view(LAYERS, -1)]
 
     transport = _Watched()
     exchange = Exchange(_world(), CPU, transport)
-    wrong, staged = _exchange(exchange, LAYERS * layer, seed, moves, views(source), views(target))
+    wrong, staged = _exchange(
+        exchange, LAYERS * layer, seed, [(moves, views(source), views(target))]
+    )
     if transport._kept:
         wrong.append("buffers are kept")
     # A round may have a block more of each move than its share.

@@ -222,3 +222,11 @@ def check_storm(
     assert 0.3 < workers.accepted / workers.drafted < 0.9
     assert dropped > 3
     assert set(workers.lengths) == set(LENGTHS)
+    steps: Counter[int] = Counter()
+    for one in samples:
+        steps[one.num_speculative_tokens] += one.steps
+    assert steps == workers.lengths
+    assert {(one.layout.tp, one.replica) for one in samples} == {
+        (tp, replica) for tp in (1, 2, 4, 8) for replica in range(8 // tp)
+    }
+    assert [one.at for one in samples] == sorted(one.at for one in samples)

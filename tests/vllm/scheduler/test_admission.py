@@ -12,10 +12,9 @@ import pytest
 from pat_vllm.executor.messages import SwitchCommand
 from pat_vllm.kv_transfer.plan import BlockMove, RequestBlocks, plan_moves
 from pat_vllm.scheduler import switch_plan
-from pat_vllm.scheduler.scheduler import PATScheduler
 from tests.support.kinds import full
 from tests.vllm.scheduler.test_scheduler import step
-from tests.vllm.without_workers import BLOCK_SIZE, EXECUTOR, engine_config, request
+from tests.vllm.without_workers import BLOCK_SIZE, EXECUTOR, pat_scheduler, request
 
 LAYOUTS = (1, 8, 2, 4, 1)
 
@@ -76,8 +75,7 @@ def carried(
         The commands to the workers, and by switch and replica the loads that vLLM counts as in
         flight.
     """
-    config, stock = engine_config(8, num_blocks=80)
-    scheduler: Any = PATScheduler(vllm_config=config, **stock)
+    scheduler = pat_scheduler(8, num_blocks=80)
     scheduler.controller.costs.mode = "migrate"
     commands: list[SwitchCommand] = []
     admitted = []

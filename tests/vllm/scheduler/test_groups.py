@@ -8,10 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm import SamplingParams
-from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -20,13 +17,12 @@ from vllm.v1.kv_cache_interface import (
     MLAAttentionSpec,
     SlidingWindowSpec,
 )
-from vllm.v1.request import Request
 
 from pat_vllm.kinds import NULL_BLOCK
 from pat_vllm.layout import Layout
 from pat_vllm.scheduler.prefix_cache import num_cached, num_unused
 from pat_vllm.worker.layout_config import kinds_of
-from tests.vllm.without_workers import BLOCK_SIZE, spec
+from tests.vllm.without_workers import BLOCK_SIZE, request_of, spec
 
 FULL = spec(FullAttentionSpec)
 
@@ -59,17 +55,11 @@ def replica(request: pytest.FixtureRequest) -> Any:
     return SimpleNamespace(scheduler=SimpleNamespace(kv_cache_manager=manager), kinds=kinds)
 
 
-def request(name: str, tokens: list[int]) -> Request:
-    init_none_hash(sha256)
-    hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
-    return Request(name, tokens, SamplingParams(max_tokens=1), None, block_hasher=hasher)
-
-
 def test_null_blocks_are_those_of_vllm(replica: Any) -> None:
     """Of a request that grows by any steps, before each step's tokens get their blocks."""
     manager = replica.scheduler.kv_cache_manager
     rng = random.Random(0)
-    one = request("grows", [5] * 600)
+    one = request_of("grows", [5] * 600, 1)
     while (computed := one.num_computed_tokens) < 600:
         new = min(rng.randint(1, 50), 600 - computed)
         assert manager.allocate_slots(one, new) is not None
@@ -85,7 +75,7 @@ def test_refused_drafts_leave_what_the_next_step_reads(replica: Any) -> None:
     """With steps in flight, any of whose drafts may be refused when they have been verified."""
     manager = replica.scheduler.kv_cache_manager
     rng = random.Random(2)
-    one, in_flight = request("drafts", [5] * 900), list[int]()
+    one, in_flight = request_of("drafts", [5] * 900, 1), list[int]()
     beyond = 0
     while one.num_computed_tokens < 880:
         drafts = rng.randint(0, 6)
@@ -114,7 +104,7 @@ def test_hits_are_those_of_vllm(replica: Any) -> None:
     lengths = set()
     for i in range(300):
         tokens = rng.choice(prefixes)[: rng.randint(1, 200)] + [i] * rng.randint(1, 30)
-        one = request(f"{i}", tokens)
+        one = request_of(f"{i}", tokens, 1)
         blocks, computed, _ = manager.get_computed_blocks(one)
         hashes = one.block_hashes[: (one.num_tokens - 1) // BLOCK_SIZE]
         found = num_cached(replica, hashes)

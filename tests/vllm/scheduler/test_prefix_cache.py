@@ -12,13 +12,7 @@ from typing import Any
 
 import pytest
 from vllm import SamplingParams
-from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import (
-    get_block_hash,
-    get_group_id,
-    get_request_block_hasher,
-    init_none_hash,
-)
+from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -31,11 +25,11 @@ from pat_vllm.executor.messages import SwitchCommand
 from pat_vllm.kinds import NULL_BLOCK
 from pat_vllm.layout import Layout
 from pat_vllm.scheduler.prefix_cache import find, num_cached
-from pat_vllm.scheduler.scheduler import PATScheduler
 from tests.support.kinds import LaterHalf
 from tests.vllm.scheduler.later_half import LaterHalfSpec
 from tests.vllm.scheduler.test_scheduler import results_of
-from tests.vllm.without_workers import BLOCK_SIZE, EXECUTOR, engine_config, spec
+from tests.vllm.without_workers import BLOCK_SIZE, EXECUTOR, pat_scheduler, spec
+from tests.vllm.without_workers import request_of as request
 
 HEADS = 8
 TPS = (1, 2, 4, 8)
@@ -155,8 +149,7 @@ def new_scheduler(monkeypatch: pytest.MonkeyPatch, **options: Any) -> Any:
 
     Whatever is cached is worth to be carried.
     """
-    config, stock = engine_config(8, **{"num_blocks": 80, **options})
-    made: Any = PATScheduler(vllm_config=config, **stock)
+    made = pat_scheduler(8, **{"num_blocks": 80, **options})
     made.memory = Memory(made)
     made.controller.costs.mode = "migrate"
     made.controller.costs.least_chance = lambda *pair: 0.0
@@ -168,13 +161,6 @@ def new_scheduler(monkeypatch: pytest.MonkeyPatch, **options: Any) -> Any:
 
     monkeypatch.setattr(EXECUTOR, "switch", switch, raising=False)
     return made
-
-
-def request(name: str, tokens: list[int], new: int, salt: str | None = None) -> Request:
-    init_none_hash(sha256)
-    hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
-    params = SamplingParams(max_tokens=new, ignore_eos=True)
-    return Request(name, tokens, params, None, block_hasher=hasher, cache_salt=salt)
 
 
 def finish(scheduler: Any, *requests: Request) -> None:

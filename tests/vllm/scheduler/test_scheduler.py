@@ -26,14 +26,13 @@ from pat_vllm.scheduler.scheduler import PATScheduler
 from pat_vllm.scheduler.stats import mean_of_gpus, merge_outputs, merge_stats
 from pat_vllm.scheduler.switch import PlanningFailed
 from tests.support.kinds import full
-from tests.vllm.without_workers import EXECUTOR, answer, engine_config, request
+from tests.vllm.without_workers import EXECUTOR, answer, engine_config, pat_scheduler, request
 
 
 @pytest.fixture
 def scheduler() -> Any:
     """For eight ranks, in the layout tp8dp1."""
-    config, stock = engine_config(8, num_blocks=80)
-    return PATScheduler(vllm_config=config, **stock)
+    return pat_scheduler(8, num_blocks=80)
 
 
 def add(scheduler: Any, number: int, first: int = 0) -> None:
@@ -185,11 +184,16 @@ def test_a_known_reason_refuses_before_a_step_waits(
     assert drained == [True]
 
 
+def test_a_layout_that_is_not_kept_ready_is_an_error(scheduler: Any) -> None:
+    for wanted, why in ((3, "tp=3: .* 8 ranks"), ("tp2dp2", "keeps tp1dp8, .*, tp8dp1 ready")):
+        with pytest.raises(ValueError, match=f"cannot switch to .*{why}"):
+            scheduler.controller.request_switch(wanted)
+
+
 @pytest.mark.parametrize("queued", [False, True], ids=["when it waits", "before it waits"])
 def test_parts_of_a_streaming_input_session_meet_in_one_replica(queued: bool) -> None:
     """vLLM gives a reason for the end of each part, under the session's one id."""
-    config, stock = engine_config(1, num_blocks=80)
-    scheduler: Any = PATScheduler(vllm_config=config, **stock)
+    scheduler = pat_scheduler(1, num_blocks=80)
 
     def part(seed: int) -> Any:
         one = request("session", seed, max_tokens=2)
@@ -226,8 +230,7 @@ def test_parts_of_a_streaming_input_session_meet_in_one_replica(queued: bool) ->
 
 
 def test_a_streaming_input_session_that_waits_can_be_aborted() -> None:
-    config, stock = engine_config(1, num_blocks=80)
-    scheduler: Any = PATScheduler(vllm_config=config, **stock)
+    scheduler = pat_scheduler(1, num_blocks=80)
     session = request("session", 0, max_tokens=1)
     session.resumable = True
     scheduler.add_request(session)
@@ -356,24 +359,36 @@ def test_a_report_ends_the_work_that_is_over(
     assert len(ended) == 1
 
 
+@pytest.mark.parametrize("forced", [Layout(1, 8), Layout(8, 1)], ids=["other", "same"])
 def test_a_users_layout_holds_until_the_work_is_over(
-    scheduler: Any, monkeypatch: pytest.MonkeyPatch
+    scheduler: Any, monkeypatch: pytest.MonkeyPatch, forced: Layout
 ) -> None:
     """Then the engine goes home, and follows its policy again."""
     monkeypatch.setattr(Restless, "switched", lambda self, report: None)
     home = scheduler.replica_set.layout
     add(scheduler, 2)
     step(scheduler)
-    assert scheduler.controller.request_switch(1) is True
+    assert scheduler.controller.request_switch(forced.tp) is True
     scheduler.monitor.policy = Restless(home, Layout(2, 4))
     step(scheduler)
-    assert scheduler.replica_set.layout == Layout(1, 8)
+    assert scheduler.replica_set.layout == forced
     scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
     step(scheduler)
     assert scheduler.replica_set.layout == home
     add(scheduler, 2, first=2)
     step(scheduler)
     assert scheduler.replica_set.layout == Layout(2, 4)
+
+
+def test_a_paused_engine_keeps_its_layout(scheduler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its policy says."""
+    monkeypatch.setattr(Restless, "switched", lambda self, report: None)
+    home, wanted = scheduler.replica_set.layout, make_restless(scheduler)
+    add(scheduler, 2)
+    for state, layout in ((PauseState.PAUSED_ALL, home), (PauseState.UNPAUSED, wanted)):
+        scheduler.set_pause_state(state)
+        step(scheduler)
+        assert scheduler.replica_set.layout == layout
 
 
 # -------------------------------------------------------------------- layouts of one tp
@@ -502,8 +517,7 @@ def test_outputs_that_went_out_together_have_the_time_of_the_last() -> None:
 @pytest.mark.parametrize("stop, waits", [(None, 0), ("</search>", 1)])
 def test_what_a_front_end_has_stopped_may_go_on_after_a_tool(stop: str | None, waits: int) -> None:
     """It finds stop strings itself, and aborts the request then. What a user aborts has no turn."""
-    config, stock = engine_config(8, num_blocks=80, policy={"kind": "static", "tp": 8})
-    scheduler: Any = PATScheduler(vllm_config=config, **stock)
+    scheduler = pat_scheduler(8, num_blocks=80, policy={"kind": "static", "tp": 8})
     ended: list[str] = []
     scheduler.monitor.policy = Listening(scheduler.controller.layouts[0], ended)
     one = request("r", 0)

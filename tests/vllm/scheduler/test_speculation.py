@@ -33,7 +33,7 @@ from pat_vllm.speculation import Schedule, draft_lengths, every_length
 from pat_vllm.turns import Turns
 from tests.vllm.scheduler.protocol import SPECULATIVE, check_storm
 from tests.vllm.scheduler.test_scheduler import no_plan
-from tests.vllm.without_workers import answer, engine_config, request
+from tests.vllm.without_workers import answer, engine_config, pat_scheduler, request
 
 ONE, TWO = Layout(1, 2), Layout(2, 1)
 
@@ -42,10 +42,9 @@ ONE, TWO = Layout(1, 2), Layout(2, 1)
 
 def make(policy: dict[str, Any] | None = None, **speculative: Any) -> Any:
     """A scheduler of eight ranks, in the layout tp8dp1, with four requests."""
-    config, stock = engine_config(
+    scheduler = pat_scheduler(
         8, num_blocks=80, policy=policy, speculative_config=SPECULATIVE | speculative
     )
-    scheduler = PATScheduler(vllm_config=config, **stock)
     add(scheduler)
     return scheduler
 
@@ -106,13 +105,21 @@ def test_a_draft_length_asked_for_when_work_is_over_holds_for_the_next_batch() -
         assert step(scheduler, []) == {4 if length is None else length}
 
 
-def test_a_switch_drops_drafts_and_a_failed_plan_gives_them_back() -> None:
+@pytest.mark.parametrize("known", [True, False], ids=["refused", "failed"])
+def test_a_switch_drops_drafts_and_one_that_is_not_made_keeps_them(known: bool) -> None:
+    """They are verified in the next step."""
     scheduler = make()
     step(scheduler, [7, 7])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(switch_plan, "plan_moves", no_plan)
-        with pytest.raises(PlanningFailed):
-            scheduler.controller.request_switch(2)
+    if known:
+        (session, *_) = scheduler.replica_set.replicas[0].scheduler.running
+        session.resumable = True
+        assert scheduler.controller.request_switch(2) is False
+        session.resumable = False
+    else:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(switch_plan, "plan_moves", no_plan)
+            with pytest.raises(PlanningFailed):
+                scheduler.controller.request_switch(2)
     assert drafts_of(scheduler) == [[7, 7]] * 4
     output = scheduler.schedule()
     (one,) = output.steps.values()
@@ -125,13 +132,12 @@ def test_a_switch_drops_drafts_and_a_failed_plan_gives_them_back() -> None:
 
 
 def test_a_request_keeps_its_counts_of_drafts_through_switches() -> None:
-    config, stock = engine_config(
+    scheduler = pat_scheduler(
         8,
         num_blocks=80,
         speculative_config=SPECULATIVE,
         per_request_spec_decode_metrics="summary",
     )
-    scheduler: Any = PATScheduler(vllm_config=config, **stock)
     add(scheduler)
     step(scheduler, [])
     (replica,) = scheduler.replica_set.replicas

@@ -5,27 +5,22 @@ Without workers: every step of a replica takes as long as any other.
 
 from __future__ import annotations
 
-import random
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import pytest
-from vllm.v1.request import Request
 
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.cost import Number
 from pat_vllm.predictor.policy import StayPolicy
 from pat_vllm.profiling.profile import StepShape
 from pat_vllm.reporting import PredictorReport
-from pat_vllm.scheduler.scheduler import PATScheduler
 from pat_vllm.simulator.engine import SimulatedEngine
 from pat_vllm.simulator.shapes import GENERATORS
 from pat_vllm.simulator.traces import LengthTrace
 from tests.unit.simulator.simple import capacity_of
-from tests.vllm.scheduler.test_prefix_cache import request
 from tests.vllm.scheduler.test_scheduler import results_of
-from tests.vllm.without_workers import BLOCK_SIZE, RANKS, engine_config
+from tests.vllm.simulator.arrivals import Arrivals
+from tests.vllm.without_workers import BLOCK_SIZE, RANKS, pat_scheduler
 
 SWITCHES = {60: 2, 120: 8, 200: 1, 260: 4, 330: 8, 420: 2}
 """Steps of the engine, and the tp to switch to then. It begins in tp=4."""
@@ -77,26 +72,14 @@ def of_simulator(trace: LengthTrace, blocks: int) -> tuple[list[int], int, float
 
 
 def of_scheduler(trace: LengthTrace, blocks: int) -> tuple[list[int], int, float]:
-    config, stock = engine_config(4, num_blocks=blocks)
-    scheduler: Any = PATScheduler(vllm_config=config, **stock)
+    scheduler = pat_scheduler(4, num_blocks=blocks)
     costs = scheduler.controller.costs
     costs.mode, costs.least_chance = "migrate", lambda *pair: 0.0
-    draw = random.Random(0)
-    requests: dict[int, Request] = {}
-    arrives = {i: 0.0 for i, before in enumerate(trace.after) if before < 0}
-    next_of: Mapping[int, int] = {one: i for i, one in enumerate(trace.after) if one >= 0}
+    arrivals = Arrivals(trace)
     steps = computed = 0
-    while scheduler.has_unfinished_requests() or arrives:
-        for number in sorted(arrives, key=lambda one: (arrives[one], one)):
-            if arrives[number] > steps:
-                break
-            del arrives[number]
-            before = trace.after[number]
-            held = list(requests[before].all_token_ids) if before >= 0 else []
-            count = trace.num_prompt_tokens[number] - len(held)
-            prompt = [*held, *(draw.randrange(3, 300) for _ in range(count))]
-            requests[number] = request(str(number), prompt, trace.lengths[number])
-            scheduler.add_request(requests[number])
+    while scheduler.has_unfinished_requests() or arrivals.waiting:
+        for request in arrivals.until(steps):
+            scheduler.add_request(request)
         if (tp := SWITCHES.get(steps)) is not None:
             assert scheduler.controller.request_switch(tp)
         steps += 1
@@ -105,10 +88,7 @@ def of_scheduler(trace: LengthTrace, blocks: int) -> tuple[list[int], int, float
         output = scheduler.schedule()
         computed += sum(one.total_num_scheduled_tokens for one in output.steps.values())
         scheduler.update_from_output(output, results_of(output))
-        for number, later in next_of.items():
-            known = later in requests or later in arrives
-            if not known and number in requests and requests[number].is_finished():
-                arrives[later] = steps + trace.arrivals[later]
+        arrivals.follow(steps)
     switches = scheduler.controller.report().switches
     carried = [one.cached_tokens for one in switches if one.reason == "forced"]
     return carried, computed - sum(trace.lengths) + len(trace), steps

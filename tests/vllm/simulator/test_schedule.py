@@ -3,16 +3,14 @@ tokens that are computed again; with turns also what prefix caches keep of ended
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -21,7 +19,6 @@ from vllm.v1.kv_cache_interface import (
     KVCacheTensor,
 )
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from pat_vllm.simulator.replica import SimulatedReplica
@@ -30,6 +27,7 @@ from pat_vllm.simulator.shapes import GENERATORS
 from pat_vllm.simulator.traces import LengthTrace
 from tests.support.models import random_model
 from tests.unit.simulator.simple import capacity_of
+from tests.vllm.simulator.arrivals import Arrivals
 
 BLOCK, PROMPT, BUDGET, LONGEST = 16, 64, 512, 1000
 
@@ -87,26 +85,12 @@ def of_replica(trace: LengthTrace, blocks: int) -> tuple[int, int, int]:
 
 
 def of_vllm(trace: LengthTrace, blocks: int) -> tuple[int, int, int]:
-    scheduler, draw = scheduler_of(len(trace), blocks), random.Random(0)
-    hasher = get_request_block_hasher(BLOCK, sha256)
-    requests: dict[int, Request] = {}
-    arrives = dict.fromkeys((i for i in range(len(trace)) if not before(trace, i)), 0.0)
-    next_of = {one: i for i, one in enumerate(trace.after) if one >= 0}
+    scheduler, arrivals = scheduler_of(len(trace), blocks), Arrivals(trace)
+    requests, draw = arrivals.requests, arrivals.draw
     steps = computed = 0
-    while scheduler.has_unfinished_requests() or arrives:
-        for number in sorted(arrives, key=lambda one: (arrives[one], one)):
-            if arrives[number] > steps:
-                break
-            del arrives[number]
-            held = (
-                list(requests[trace.after[number]].all_token_ids) if before(trace, number) else []
-            )
-            count = trace.num_prompt_tokens[number] - len(held)
-            prompt = [*held, *(draw.randrange(3, 300) for _ in range(count))]
-            params = SamplingParams(max_tokens=trace.lengths[number], ignore_eos=True)
-            params.update_from_generation_config({}, 1)
-            requests[number] = Request(str(number), prompt, params, None, block_hasher=hasher)
-            scheduler.add_request(requests[number])
+    while scheduler.has_unfinished_requests() or arrivals.waiting:
+        for request in arrivals.until(steps):
+            scheduler.add_request(request)
         if not scheduler.has_unfinished_requests():
             steps += 1
             continue
@@ -122,16 +106,9 @@ def of_vllm(trace: LengthTrace, blocks: int) -> tuple[int, int, int]:
             sampled_token_ids=[[draw.randrange(3, 300)] if one else [] for one in whole],
         )
         scheduler.update_from_output(step, output)
-        for one in running:
-            if one.is_finished() and (later := next_of.get(int(one.request_id))) is not None:
-                arrives[later] = steps + trace.arrivals[later]
+        arrivals.follow(steps)
     preempted = sum(request.num_preemptions for request in requests.values())
     return steps, computed - sum(trace.lengths) + len(trace), preempted
-
-
-def before(trace: LengthTrace, request: int) -> bool:
-    """Whether a request continues another."""
-    return bool(trace.after) and trace.after[request] >= 0
 
 
 def scheduler_of(max_num_seqs: int, blocks: int) -> Any:

@@ -26,7 +26,7 @@ from pat_vllm.weights.materialized import MaterializedShards
 from pat_vllm.weights.model_weights import model_weights
 from pat_vllm.weights.shards import ExpertPartition
 from tests.support.models import random_model
-from tests.vllm.weights.test_inplace import addresses
+from tests.vllm.weights.test_inplace import check_walk
 from tests.vllm.weights.test_weights import (
     assert_same_weights,
     build,
@@ -36,7 +36,6 @@ from tests.vllm.weights.test_weights import (
     load,
     scaled,
     shared,
-    storages,
     values,
     vllm_config_for,
 )
@@ -112,20 +111,12 @@ def test_spread_experts_lie_where_vllm_maps_them(experts: int) -> None:
 
 
 def check_walks(experts: int, layouts: Sequence[Layout], rank: int) -> None:
-    """A random walk over layouts that share one storage; then the way back."""
     rng = random.Random(f"{experts} {rank}")
     expected = {one: loaded(one.place_of(rank), experts) for one in layouts}
     base = loaded(layouts[0].place_of(rank), experts)
     models = {one: empty(one.place_of(rank), experts) for one in layouts[1:]}
-    strategy = shared(base, models.values(), layouts, rank)
-    models[layouts[0]] = base
-    places = {one: addresses(model) for one, model in models.items()}
-    for layout in [*layouts, *rng.choices(layouts, k=12), layouts[0]]:
-        strategy.arrange(layout)
-        assert_same_weights(models[layout], expected[layout])
-    for layout, model in models.items():
-        assert storages(model) == storages(base), "a layout has memory of its own"
-        assert addresses(model) == places[layout], "compiled code would miss them"
+    check_walk(base, models, expected, rank, rng)
+    for model in (base, *models.values()):
         assert all(weight.current.stride(-1) == 1 for weight in model_weights(model))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Mapping
 from itertools import product
 from typing import Any
 
@@ -30,6 +31,26 @@ def addresses(model: nn.Module) -> list[int]:
     return [weight.current.data_ptr() for weight in model_weights(model)]
 
 
+def check_walk(
+    base: nn.Module,
+    wider: Mapping[Layout, nn.Module],
+    expected: Mapping[Layout, nn.Module],
+    rank: int,
+    rng: random.Random,
+) -> None:
+    """A random walk over layouts that share one storage, the base layout first; the way back."""
+    layouts = list(expected)
+    strategy = shared(base, wider.values(), layouts, rank)
+    models = {layouts[0]: base, **wider}
+    places = {layout: addresses(model) for layout, model in models.items()}
+    for layout in [*layouts, *rng.choices(layouts, k=12), layouts[0]]:
+        strategy.arrange(layout)
+        assert_same_weights(models[layout], expected[layout])
+    for layout, model in models.items():
+        assert storages(model) == storages(base), "a layout has memory of its own"
+        assert addresses(model) == places[layout], "compiled code would miss them"
+
+
 GATE_UP = next(case for case in CASES if case.name == "gate_up")
 
 
@@ -44,15 +65,7 @@ def test_every_shard_is_what_vllm_loads(case: Case) -> None:
         base = case.load(base_tp, ranks[layouts[0]])
         expected = {layout: case.load(layout.tp, at) for layout, at in ranks.items()}
         models = {one: case.empty(one.tp, ranks[one]) for one in layouts[1:]}
-        strategy = shared(base, models.values(), layouts, rank)
-        models[layouts[0]] = base
-        places = {layout: addresses(model) for layout, model in models.items()}
-        for layout in [*layouts, *rng.choices(layouts, k=6), layouts[0]]:
-            strategy.arrange(layout)
-            assert_same_weights(models[layout], expected[layout])
-        for layout, model in models.items():
-            assert storages(model) == storages(base), "a layout has memory of its own"
-            assert addresses(model) == places[layout], "compiled code would miss them"
+        check_walk(base, models, expected, rank, rng)
 
 
 def test_an_update_may_put_a_new_tensor_in_a_parameters_place() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -458,6 +458,13 @@ def check_whole_model(name: str, layouts: Sequence[Layout], rank: int) -> None:
     assert all(storages(model) == storages(base) for model in models.values())
 
 
+def check_ranks(name: str, base_tp: int, ranks: Iterable[int]) -> None:
+    """Of four, in the layouts from `base_tp` on."""
+    with vision.torchvision_stub() if name in vision.CLASSES else nullcontext():
+        for rank in ranks:
+            check_whole_model(name, [Layout.of(tp, 4) for tp in (1, 2, 4) if tp >= base_tp], rank)
+
+
 @pytest.mark.parametrize(
     ("name", "base_tp", "ranks"),
     [
@@ -473,11 +480,16 @@ def check_whole_model(name: str, layouts: Sequence[Layout], rank: int) -> None:
         ("llama4", 1, [3]),
         ("nemotron_h", 1, [1, 2]),
         ("nemotron_h", 2, [3]),
+        # Text models of classes for images, whose checkpoints have a tower and their own names.
+        ("gemma3_vl", 1, [1]),
+        ("qwen2_5_vl", 2, [3]),
+        ("qwen3_vl", 1, [2]),
+        ("qwen3_5_vl", 1, [3]),
+        ("qwen3_5_moe_vl", 2, [1]),
     ],
 )
 def test_a_whole_model(name: str, base_tp: int, ranks: list[int]) -> None:
-    for rank in ranks:
-        check_whole_model(name, [Layout.of(tp, 4) for tp in (1, 2, 4) if tp >= base_tp], rank)
+    check_ranks(name, base_tp, ranks)
 
 
 @pytest.fixture(autouse=True)

@@ -33,6 +33,7 @@ MUTATIONS = mutations({
         ("drafts are expected after a switch", "scheduler.monitor:Monitor.switched", "self._draft_length.clear()", "pass"),
     ],
     "tests/vllm/scheduler/test_scheduler.py": [
+        ("the policy switches a paused engine", "scheduler.layout_controller:LayoutController._follow_policy", " or active.pause_state != PauseState.UNPAUSED", ""),
         ("requests wait until a new scheduler has made as many steps", "scheduler.switch_plan:_rewind", "request.next_decode_eligible_step = 0", "pass"),
         ("a failed plan leaves requests preempted", "scheduler.switch:_plan", "            one.apply()", "            pass"),
         ("a failed plan keeps its block pools", "scheduler.switch:_plan", "active.factory.discard(fresh)", "pass"),

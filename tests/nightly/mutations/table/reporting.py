@@ -30,6 +30,7 @@ MUTATIONS = mutations({
         ("a counter may fall", "metrics.updates:Updates.saved", "max(0.0, getattr(times, way))", "getattr(times, way)"),
     ],
     "tests/vllm/metrics/test_prometheus.py": [
+        ("a batch's saving is told twice", "scheduler.monitor:Monitor.idle", "self._savings_from = math.nextafter(batch.at, math.inf)", "pass"),
         ("a histogram's seconds are counted as switches", "metrics.updates:Updates.switched", "(switch.reason,), switch.seconds", "(switch.reason,), 1"),
         ("events without outputs are lost", "scheduler.stats:send_metrics", "carrier is None and updates.has_events", "False"),
     ],
