@@ -104,7 +104,13 @@ def _steps(arguments: argparse.Namespace) -> tuple[str, Measure]:
         "tensor_parallel_size": 2,
         "distributed_executor_backend": "pat",
         "additional_config": {
-            "pat": {"kv_transfer": "migrate", "weights": "inplace", "policy": {"kind": "static"}}
+            "pat": {
+                "kv_transfer": "migrate",
+                "weights": "inplace",
+                "layouts": [*LAYOUTS],
+                "base_tp": LAYOUTS[0],
+                "policy": {"kind": "static", "tp": LAYOUTS[0]},
+            }
         },
         "enforce_eager": True,
         "max_model_len": 1024,

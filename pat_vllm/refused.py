@@ -214,7 +214,7 @@ RULES = (
     Rule(
         "weight_transfer_config.backend",
         _equal("weight_transfer_config.backend", "sharded_rdt"),
-        "nccl, ipc, sparse_nccl, nccl_m2n; it needs vLLM's own Ray executor",
+        "nccl, ipc, sparse_nccl, nccl_m2n; sharded_rdt needs vLLM's own Ray executor",
     ),
     Rule("enable_lora", _lora, "False"),
     Rule("kv_offloading_size", _other_than("cache_config.kv_offloading_size"), "None"),

@@ -27,7 +27,14 @@ from pat_vllm.commands import PROFILE_COMMAND
 from pat_vllm.config import PATConfig
 from pat_vllm.files.reading import check_name
 from pat_vllm.layout import Layout
-from pat_vllm.profiling.grid import FULL_SECONDS, POINTS, QUICK_SECONDS, Point, StepPoint
+from pat_vllm.profiling.grid import (
+    FULL_SECONDS,
+    POINTS,
+    QUICK_OVERTIME,
+    QUICK_SECONDS,
+    Point,
+    StepPoint,
+)
 from pat_vllm.profiling.profile import Profile, ProfileError, StepSample, SwitchSample
 from pat_vllm.profiling.quality import problems, unsettled
 from pat_vllm.text_only import starting_with_safe_path
@@ -74,7 +81,7 @@ def take_profile(
         engine: keyword arguments of `vllm.LLM`.
         output: file to write; None names it after model, hardware and date. One that an earlier
             run has left for this engine is completed.
-        quick: measure only what an engine's own start would.
+        quick: measure only what an engine's own start would, all of it.
         budget: seconds of measuring after which the rest is left out; None: by `quick`.
 
     Returns:
@@ -83,7 +90,7 @@ def take_profile(
     Raises:
         ProfileError: the file that is there is no profile of this engine.
     """
-    budget = budget or (QUICK_SECONDS if quick else FULL_SECONDS)
+    budget = budget or (QUICK_SECONDS + QUICK_OVERTIME if quick else FULL_SECONDS)
     with _engine(console, engine) as llm:
         (described,) = llm.collective_rpc(PROFILE_COMMAND, kwargs={"quick": quick})
         header, essential = described["header"], described["essential"]

@@ -45,6 +45,12 @@ def is_complete(left_out: int, planned: int) -> bool:
     return left_out <= MOST_LEFT_OUT * planned
 
 
+def becomes_complete(measured: int, skipped: int, planned: int) -> bool:
+    """Whether a plan lacks points, of which so many are measured and others left out, and can still
+    have enough."""
+    return is_complete(skipped, planned) and not is_complete(planned - measured, planned)
+
+
 def problems(steps: Sequence[StepSample], left_out: int = 0, planned: int = 0) -> list[str]:
     """What makes a profile a bad base for decisions, with figures; empty if nothing does.
 

@@ -109,9 +109,9 @@ class _Profiler:
         # An engine in its caller's process may not have told the workers yet who finished last.
         self._go(home)
         for done, point in enumerate(plan.points):
-            complete = quality.is_complete(len(plan.points) - (done - skipped), len(plan.points))
-            budget = plan.budget if complete else plan.budget + plan.overtime
-            left = budget - (time.perf_counter() - started)
+            left = plan.budget - (time.perf_counter() - started)
+            if quality.becomes_complete(done - skipped, skipped, len(plan.points)):
+                left += plan.overtime
             if done >= plan.essential and _STEPS_OF_A_POINT * self._expected(point) > left:
                 skipped += 1
             elif isinstance(point, StepPoint):

@@ -51,7 +51,7 @@ def carry(
     """Carry the live requests and, in traces with turns, contexts.
 
     Args:
-        replicas: of layout `source`; all that they know is written to `requests`.
+        replicas: of layout `source`.
         fresh: of layout `target`.
         memory: tokens whose KV one of them has room for.
     """

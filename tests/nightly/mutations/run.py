@@ -19,7 +19,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -68,29 +68,18 @@ def every_mutation(only: Sequence[str] = ()) -> list[Mutation]:
     return [mutation for module in modules for mutation in module.MUTATIONS]
 
 
-def judge(
-    mutations: Iterable[Mutation],
-    jobs: int = 2,
-    root: Path = ROOT,
-    tests_of: Callable[[Mutation], Sequence[str]] = lambda mutation: mutation.tests,
-) -> Iterator[Verdict]:
-    """Run the tests of each mutation; verdicts come as the runs end.
-
-    Args:
-        jobs: runs at a time.
-        root: the repository whose tests run.
-        tests_of: pytest's arguments for a mutation.
-    """
+def judge(mutations: Iterable[Mutation], jobs: int = 2) -> Iterator[Verdict]:
+    """Run the tests of each mutation, `jobs` at a time; verdicts come as the runs end."""
     # First those whose tests are pure, and must not find vLLM imported.
-    left = sorted(mutations, key=lambda mutation: not _is_pure(tests_of(mutation)))
+    left = sorted(mutations, key=lambda mutation: not _is_pure(mutation))
     running: dict[int, _Run] = {}
     sound: dict[tuple[str, ...], bool] = {}
     while left or running:
         while left and len(running) < jobs:
             mutation = left.pop(0)
-            if not _is_pure(tests_of(mutation)):
+            if not _is_pure(mutation):
                 _preload()
-            run = _Run(mutation, root, tests_of(mutation))
+            run = _Run(mutation)
             running[run.pid] = run
         for run in running.values():
             run.end_if_late()
@@ -98,19 +87,19 @@ def judge(
         if pid in running:
             run = running.pop(pid)
             verdict = run.verdict(status)
-            if verdict.failed.startswith("ERROR"):
-                if run.tests not in sound:
-                    correct = replace(run.mutation, changes={})
-                    sound[run.tests] = _Run(correct, root, run.tests).wait().status == 0
-                if not sound[run.tests]:
+            if verdict.failed.startswith("ERROR") and not _is_pure(run.mutation):
+                tests = run.mutation.tests
+                if tests not in sound:
+                    sound[tests] = _Run(replace(run.mutation, changes={})).wait().status == 0
+                if not sound[tests]:
                     verdict = replace(verdict, status=-2)
             yield verdict
         else:
             time.sleep(0.05)
 
 
-def _is_pure(tests: Sequence[str]) -> bool:
-    return all(test.startswith("tests/unit/") for test in tests)
+def _is_pure(mutation: Mutation) -> bool:
+    return all(test.startswith("tests/unit/") for test in mutation.tests)
 
 
 def _preload() -> None:
@@ -122,12 +111,11 @@ def _preload() -> None:
 class _Run:
     """The tests of a mutation, in a process of their own."""
 
-    def __init__(self, mutation: Mutation, root: Path, tests: Sequence[str]) -> None:
+    def __init__(self, mutation: Mutation) -> None:
         self.mutation = mutation
-        self.tests = (*tests,)
         self._begun = time.monotonic()
         self._folder = Path(tempfile.mkdtemp(prefix="pat-mutation-"))
-        copy_to(self._folder, root)
+        copy_to(self._folder)
         mutation.apply(self._folder)
         sys.stdout.flush()
         self.pid = os.fork()
@@ -154,7 +142,9 @@ class _Run:
 
         os.environ["HYPOTHESIS_PROFILE"] = "first failure"  # of tests/conftest.py
         return int(
-            pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--durations=0", *self.tests])
+            pytest.main(
+                ["-x", "-q", "-p", "no:cacheprovider", "--durations=0", *self.mutation.tests]
+            )
         )
 
     def end_if_late(self) -> None:
@@ -188,11 +178,11 @@ class _Run:
         )
 
 
-def copy_to(folder: Path, root: Path = ROOT) -> None:
-    """Copy what tests need of a repository."""
+def copy_to(folder: Path) -> None:
+    """Copy what tests need of the repository."""
     for name in COPIED:
-        shutil.copytree(root / name, folder / name, ignore=IGNORED)
-    for path in root.iterdir():
+        shutil.copytree(ROOT / name, folder / name, ignore=IGNORED)
+    for path in ROOT.iterdir():
         if path.is_file():
             shutil.copy(path, folder)
 
@@ -202,17 +192,10 @@ def main() -> None:
     parser.add_argument("--area", action="append", default=[], choices=areas())
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
     parser.add_argument("--output", type=Path, help="a file of JSON lines, one for each mistake")
-    parser.add_argument("--root", type=Path, default=ROOT, help="another version's repository")
-    parser.add_argument("--tests", type=Path, help="JSON: each mistake's pytest arguments there")
     options = parser.parse_args()
-    elsewhere = json.loads(options.tests.read_text()) if options.tests else {}
-
-    def tests_of(mutation: Mutation) -> Sequence[str]:
-        return elsewhere[mutation.name].split() if elsewhere else mutation.tests
-
     mutations = every_mutation(options.area)
     caught = 0
-    for verdict in judge(mutations, options.jobs, options.root, tests_of):
+    for verdict in judge(mutations, options.jobs):
         caught += verdict.caught
         word = "caught" if verdict.caught else f"MISSED ({verdict.status})"
         print(f"{word} {verdict.seconds:5.1f} s  {verdict.name}  {verdict.failed}", flush=True)

@@ -8,7 +8,7 @@ import pytest
 
 from pat_vllm.layout import Layout
 from pat_vllm.profiling.profile import Profile, StepSample, StepShape
-from pat_vllm.profiling.quality import problems, unsettled
+from pat_vllm.profiling.quality import becomes_complete, problems, unsettled
 
 ROOT = Path(__file__).parents[3]
 QUIET = (0.0030, 0.0031, 0.0029, 0.0032, 0.0030, 0.0031, 0.0030)
@@ -49,3 +49,10 @@ def test_measured_profiles_are_good_enough(name: str) -> None:
     profile = Profile.load(ROOT / "benchmarks/profiles" / f"{name}.json")
     assert all(len(sample.times) >= 3 for sample in profile.steps)
     assert problems(profile.steps) == []
+
+
+def test_a_plan_is_gone_on_with_while_that_can_make_it_complete() -> None:
+    assert becomes_complete(measured=0, skipped=0, planned=64)
+    assert becomes_complete(measured=47, skipped=16, planned=64)
+    assert not becomes_complete(measured=48, skipped=0, planned=64)
+    assert not becomes_complete(measured=10, skipped=17, planned=64)

@@ -83,9 +83,14 @@ class Changing(Policy):
 
     def __init__(self) -> None:
         self._asked = 0
+        self._seen: dict[int, int] = {}
 
     def choose(self, state: LiveState) -> Layout:
         self._asked += 1
+        live = state.requests()
+        for request, tokens in zip(live.number.tolist(), live.num_output_tokens, strict=True):
+            assert tokens >= self._seen.get(request, 0)
+            self._seen[request] = tokens
         k = LENGTHS[self._asked % 4]
         self.drafts = {ONE: ((1, 2, k), (3, 512, 1)), TWO: ((1, 512, k),)}
         return (ONE, TWO)[self._asked // 3 % 2]

@@ -196,3 +196,42 @@ def test_agents_have_a_tail_of_turns() -> None:
     assert 1 <= min(tools) < 1.1 and 9 < max(tools) <= 10
     assert len(trace.trajectories) == 400 and trace == shapes.agents(400, 32768, seed=1)
     assert trace.longest <= 32768 + 512
+
+
+@pytest.mark.parametrize(
+    ("trace", "seconds", "ended", "prefilled", "preempted", "switches"),
+    [
+        (
+            shapes.staggered(60, 100, 1.0, 900, 3.0, seed=2),
+            2550.817051542367,
+            64298.3760490567,
+            18982,
+            16,
+            [(510.7563856007413, 3972), (1521.6490963309707, 3344), (2549.817051542367, 0)],
+        ),
+        (
+            shapes.grpo(12, 4, 0.6, 1.0, median=80, max_tokens=900, seed=1),
+            1489.863318676259,
+            29675.12082031646,
+            5427,
+            8,
+            [(398.86699999999996, 3834), (1174.6490426160208, 3184), (1488.863318676259, 0)],
+        ),
+    ],
+)
+def test_runs_are_what_they_were(
+    trace: LengthTrace,
+    seconds: float,
+    ended: float,
+    prefilled: int,
+    preempted: int,
+    switches: list[tuple[float, int]],
+) -> None:
+    """To the last digit: arrivals, memory that is short, switches, of traces of one turn."""
+    capacity = capacity_of(8, 64, kv_tokens={1: 1500, 2: 2400, 4: 4000})
+    policy = follow(LAYOUTS[0], (20, LAYOUTS[2]), (40, LAYOUTS[1]))
+    run = simulate(trace, policy, Linear(), capacity)
+    assert (run.seconds, sum(run.finished)) == (seconds, ended)
+    assert (run.prefilled, run.preempted) == (prefilled, preempted)
+    assert [(one.at, one.tokens) for one in run.switches] == switches
+    assert all(one.cached_tokens == 0 for one in run.switches)

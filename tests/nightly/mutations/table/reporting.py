@@ -42,10 +42,11 @@ MUTATIONS = mutations({
         ("a run that goes on keeps noisy steps", "cli.profile:measured_before", "if not unsettled(one)", "if True"),
     ],
     "tests/engine/test_profiling.py::test_a_slow_engine_takes_longer_rather_than_a_profile_that_is_not_kept[dense]": [
-        ("a slow engine's profile is never complete", "profiling.runner:_Profiler.run", "plan.budget if complete else plan.budget + plan.overtime", "plan.budget"),
+        ("a slow engine's profile is never complete", "profiling.runner:_Profiler.run", "left += plan.overtime", "pass"),
     ],
     "tests/unit/profiling/test_quality.py": [
         ("a noisy profile is good enough", "profiling.quality:problems", "MOST_UNSETTLED * len(steps)", "len(steps)"),
+        ("what cannot become complete is gone on with", "profiling.quality:becomes_complete", "is_complete(skipped, planned) and", ""),
         ("outliers make a profile noisy", "profiling.quality:spread", "statistics.quantiles(times, n=4)", "(min(times), statistics.median(times), max(times))"),
     ],
     "tests/unit/profiling/test_grid.py": [
