@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from benchmarks.record import table
+from benchmarks.rollouts.lengths import length_errors
 from benchmarks.rollouts.records import Rollouts
 from benchmarks.rollouts.replay import Drafter, gain, replay_epoch
 
@@ -59,6 +61,7 @@ def of_learning(rollouts: Rollouts, epochs: Sequence[Epoch], picture: Path | Non
         )
     heads = ["epoch", "reward", "median", "p90", "longest", "tokens", "E[max p]", "entropy"]
     parts = [table([*heads, "training, s"], rows)]
+    parts += [_of_lengths(rollouts)]
     sides = list(epochs[0].rollouts)
     rows = []
     for number, epoch in enumerate(epochs):
@@ -78,6 +81,21 @@ def of_learning(rollouts: Rollouts, epochs: Sequence[Epoch], picture: Path | Non
                 curves[side].append((one.tokens_per_step, 1e6 * one.seconds / one.tokens))
         draw_epochs(curves, picture)
     return "\n".join(parts)
+
+
+def _of_lengths(rollouts: Rollouts) -> str:
+    """How well lengths are known from the epoch before."""
+    of_epochs = rollouts.epochs
+    rows = []
+    for number, (before, now) in enumerate(itertools.pairwise(of_epochs), 1):
+        errors = length_errors(before, now)
+        cells = f"{errors.alike:.2f}", f"{errors.by_prompt:.2f}", f"{errors.found:.2f}"
+        rows.append([str(number), *cells])
+    text = (
+        "Lengths, guessed by the median of the epoch before, are off by so many octaves; and how "
+        "much of the longest tenth is of the fifth of the prompts that were longest:\n\n"
+    )
+    return text + table(["epoch", "of all responses", "of the prompt's", "found"], rows)
 
 
 def draw_epochs(sides: Mapping[str, Sequence[tuple[float, float]]], picture: Path) -> None:
