@@ -193,8 +193,9 @@ def _whole_line(lines: TextIO) -> str | None:
 
 
 def _wait(process: subprocess.Popen[bytes]) -> None:
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(_ENDING)
+    until = time.monotonic() + _ENDING
+    while process.poll() is None and time.monotonic() < until:
+        time.sleep(_LOOK)
 
 
 def _end_what_is_left(process: subprocess.Popen[bytes]) -> None:
