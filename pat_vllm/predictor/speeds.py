@@ -6,8 +6,8 @@ that is best for most may be too long for them. A request's own speed shows in t
 makes in its replica's steps. What is not yet known of a request is drawn from how unlike the
 others are.
 
-Every other look is counted apart. What a request has in common in both halves is its own; what it
-has not is chance, which lasts longer than a step.
+Looks are counted in two halves, in turns. A request that is fast in both is fast by itself. By how
+much its halves differ is chance, which may last for many steps.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class Speeds:
         if expected < _LEAST or (new[0] == new[1]).all():
             new[:] = 0  # there were no drafts
         steps = expected * new[1]
-        # A run of accepted drafts goes on by chance, as in a geometric distribution.
         accepted[:, :, here] = self._accepted[:, :, before]
+        # A run of accepted drafts goes on by chance, as in a geometric distribution.
         accepted[self._half][:, here] += np.stack((new[0] - new[1], steps, steps * (1 + expected)))
         self._number, self._seen, self._accepted = number, seen, accepted
         if new[1].any():
@@ -99,10 +99,10 @@ class Speeds:
         if known.sum() < _FEWEST:
             return
         speed, chance = _speeds(self._accepted[:, :, known])
-        (one, other) = speed - speed.mean(axis=1, keepdims=True)
+        first, second = speed - speed.mean(axis=1, keepdims=True)
         self._weight += steps
-        self._variances += steps * float(one @ other) / (len(one) - 1)
-        seen = float((one - other) @ (one - other)) / (len(one) - 1)
+        self._variances += steps * float(first @ second) / (len(first) - 1)
+        seen = float((first - second) @ (first - second)) / (len(first) - 1)
         self._chance += steps * np.array([seen, 1.0]) / np.array([chance.sum(axis=0).mean(), 1.0])
 
     def moved(self) -> None:

@@ -217,9 +217,9 @@ class Plan:
 
     Attributes:
         essential: so many of the first points are measured however long they take.
-        budget: seconds after which no other point is begun, but for
-        overtime: seconds beyond it, while the profile lacks points to be complete
-            and still can be (`quality.becomes_complete`).
+        budget: seconds after which no other point is begun, `overtime` aside.
+        overtime: further seconds for a profile that lacks points to be complete and still can be
+            (`quality.becomes_complete`).
         patience: seconds after which a point need not settle.
         repeats: steps after which a point may have settled.
         spread: it has when the middle half of its times lies within this share of the median.

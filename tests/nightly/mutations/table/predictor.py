@@ -45,7 +45,7 @@ MUTATIONS = mutations({
         ("requests end in the order of their tokens", "predictor.course:course", "-remaining * per_token[used]", "-remaining"),
         ("a request that waits is slow", "predictor.speeds:Speeds.observe", "& (new[0] >= new[1])", ""),
         ("no drafts are taken for refused ones", "predictor.speeds:Speeds.observe", "or (new[0] == new[1]).all()", ""),
-        ("a request's chance is taken for its own speed", "predictor.speeds:Speeds._learn", "one @ other", "one @ one"),
+        ("a request's chance is taken for its own speed", "predictor.speeds:Speeds._learn", "first @ second", "first @ first"),
         ("steps seem independent", "predictor.speeds:Speeds.sample", "noise *= self._chance[0] / self._chance[1]", "pass"),
         ("steps go on after a switch", "predictor.speeds:Speeds.moved", "self._seen[1] = np.iinfo(np.int64).max // 2", "pass"),
     ],
