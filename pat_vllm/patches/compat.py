@@ -7,7 +7,6 @@ docs/vllm-versions.md lists what differs. With the support of 0.31 this module g
 from __future__ import annotations
 
 import importlib
-import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -88,21 +87,6 @@ def external_weight_memory(loader: BaseModelLoader, config: VllmConfig) -> int:
     """Bytes of weights that another process holds. 0.31 neither has such loaders nor asks."""
     memory: int = getattr(loader, "get_external_weight_memory")(config)  # noqa: B009
     return memory
-
-
-def set_random_seed(seed: int, index: int) -> None:
-    """Seed this process's generators, differently for each index; for 0, as vLLM seeds them.
-
-    0.31 has no index.
-    """
-    import numpy as np
-    import vllm.utils.torch_utils
-
-    seed_all: Callable[..., None] = vllm.utils.torch_utils.set_random_seed
-    if len(inspect.signature(seed_all).parameters) > 1:
-        seed_all(seed, index)
-    else:
-        seed_all(int(np.random.SeedSequence((seed, index)).generate_state(1)[0]) if index else seed)
 
 
 class MakesModelRunner(_Worker):

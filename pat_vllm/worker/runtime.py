@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
+import numpy as np
 import torch
 import vllm.distributed.parallel_state as parallel_state
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.platforms import current_platform
 
 from pat_vllm.kinds import class_of, served
 from pat_vllm.kv_transfer.connector import PATConnector
 from pat_vllm.kv_transfer.kv_buffer import SharedKVBuffer
 from pat_vllm.layout import Layout
-from pat_vllm.patches.compat import set_random_seed
 from pat_vllm.patches.schedulers import quiet_connectors
 from pat_vllm.worker.layout_config import KV_LAYOUTS
 
@@ -181,14 +183,18 @@ def seed_replica(seed: int, salt: int, switch_id: int, replica: int) -> None:
     """Seed unseeded sampling: alike on the ranks of a replica, differently in each replica.
 
     All ranks of a TP group sample with generators of their own, and must draw the same numbers.
-    Replicas must draw different ones, or the samples of one prompt would be copies.
+    Replicas must draw different ones, or the samples of one prompt would be copies. Where the
+    numbers are all 0, the seed is vLLM's own.
+
+    These are the generators that vLLM seeds. Its `torch.manual_seed` would take as long on CPU as
+    half of what a switch activates.
     """
-    set_random_seed(seed, _mix(salt, switch_id, replica))
-
-
-def _mix(salt: int, switch_id: int, replica: int) -> int:
-    """A distinct number for each of them; 0, which vLLM itself seeds by, only for all zeros."""
-    return (salt << 64) + (switch_id << 16) + replica
+    if any(where := (salt, switch_id, replica)):
+        seed = int(np.random.SeedSequence((seed, *where)).generate_state(1)[0])
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+    current_platform.manual_seed_all(seed)
 
 
 def cpu_world_group() -> torch.distributed.ProcessGroup:

@@ -34,7 +34,7 @@ MUTATIONS = mutations({
         ("the last responses are not kept", "scheduler.draft_rows:DraftRows.close", "self._file.close(self._corpus)", "pass"),
         ("requests with seeds see what they said", "scheduler.draft_rows:DraftRows.arrived", "if params.sampling_type != SamplingType.RANDOM_SEED:", "if True:"),
         ("another engine's responses come again", "scheduler.build:build", "if draft_rows.salt:", "if False:"),
-        ("a salt changes nothing", "worker.runtime:_mix", "(salt << 64) + ", ""),
+        ("a salt changes nothing", "worker.runtime:seed_replica", "(salt, switch_id, replica)", "(switch_id, replica)"),
         ("aborted responses are kept", "scheduler.draft_rows:DraftRows.ended", "if reason in (FinishReason.STOP, FinishReason.LENGTH) and", "if"),
         ("siblings are not told of", "scheduler.draft_rows:DraftRows.ended", "if running else ()", "if False else ()"),
         ("a turn has a key of its own", "scheduler.draft_rows:DraftRows.arrived", "if turn.index else None", "if False else None"),
