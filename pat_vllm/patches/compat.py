@@ -1,7 +1,7 @@
 """What vLLM 0.31 lacks or does otherwise, as vLLM 0.32 has it.
 
 The one place that knows of another version: on vLLM 0.32 and later all of this is vLLM's own.
-docs/vllm-versions.md lists what differs. With the support of 0.31 this module goes.
+With the support of 0.31 this module goes.
 """
 
 from __future__ import annotations

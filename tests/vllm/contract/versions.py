@@ -1,4 +1,4 @@
-"""What differs between vLLM's releases where PAT relies on it, as docs/vllm-versions.md has it.
+"""What differs between vLLM's releases where PAT relies on it.
 
 python -m tests.vllm.contract.versions 0.30.0 0.31.0
 """
