@@ -72,35 +72,27 @@ class ModelSize:
             ValueError: a size is missing or none, or the model is of another kind.
         """
         alone = alone_in_layers(config)
-        needed = (
-            *(["num_hidden_layers"] if alone is None else []),
-            "hidden_size",
-            "num_attention_heads",
-            "intermediate_size",
-            "vocab_size",
-        )
-        experts = ExpertSizes.of(config)
-        sparse = experts is not None and experts.layers == layers_of(config)
-        missing = [
-            name
-            for name in needed
-            if not config.get(name) and not (sparse and name == "intermediate_size")
-        ]
-        if missing:
+        experts, layers = ExpertSizes.of(config), layers_of(config)
+        needed = ["hidden_size", "num_attention_heads", "vocab_size"]
+        if alone is None:
+            needed.append("num_hidden_layers")
+        if experts is None or experts.layers < layers:
+            needed.append("intermediate_size")
+        if missing := [name for name in needed if not config.get(name)]:
             raise ValueError(
                 f"the model's config has no {', '.join(missing)}; only decoders such as Llama and "
                 f"Qwen3 can be modelled (shapes at hand: {', '.join(MODEL_SHAPES)})"
             )
         latent = LatentSizes.of(config)
         linear = LinearSizes.of(config)
-        if linear is not None and linear.layers >= layers_of(config):
+        if linear is not None and linear.layers >= layers:
             raise ValueError(
                 "the model's config has linear attention in all layers: only models that have "
                 "attention in some can be modelled"
             )
         heads, hidden = size_of(config, "num_attention_heads"), size_of(config, "hidden_size")
         return cls(
-            layers=layers_of(config),
+            layers=layers,
             hidden=hidden,
             heads=heads,
             kv_heads=1 if latent else size_of(config, "num_key_value_heads") or heads,

@@ -1,8 +1,7 @@
 """What an engine takes of a GPU, estimated; what of that its KV cache is sized by; the bars.
 
-`pytest -s` prints what benchmarks/results/2026-11-25-memory-h100.md says of the KV cache. With real
-engines and vLLM's own objects the arithmetic is compared in tests/engine/test_memory.py and
-tests/vllm/memory/test_mixtures.py.
+With real engines and vLLM's own objects the arithmetic is compared in tests/engine/test_memory.py
+and tests/vllm/memory/test_mixtures.py.
 """
 
 from __future__ import annotations
@@ -48,8 +47,6 @@ LLAMA_8B, QWEN3_30B_A3B, QWEN3_32B = (
 )
 PARAMETERS = {LLAMA_8B: 8_030_261_248, QWEN3_32B: 32_762_123_264, QWEN3_30B_A3B: 30_532_122_624}
 """As the published checkpoints have them."""
-NAMES = {LLAMA_8B: "Llama-3.1-8B", QWEN3_32B: "Qwen3-32B"}
-DENSE = pytest.mark.parametrize("model", NAMES, ids=NAMES.get)
 
 AS_GIVEN = PATConfig(limits_per="replica")
 
@@ -169,7 +166,6 @@ def test_what_one_size_of_blocks_costs(name: str, cost: tuple[float, float]) -> 
     tokens = estimate(model, engine, H100).kv_tokens
     for layout, lost in zip(layouts, (0.0, *cost), strict=True):
         alone = estimate(model, static_engine(engine, layout), H100).kv_tokens[layout.tp]
-        print(f"{name}, {layout}: {tokens[layout.tp]:,} of {alone:,} tokens")
         assert 1 - tokens[layout.tp] / alone == pytest.approx(lost, abs=0.001)
 
 
@@ -243,7 +239,7 @@ def _of_layouts(memory: RankMemory) -> int:
     return memory.graphs + memory.communicators
 
 
-@DENSE
+@pytest.mark.parametrize("model", [LLAMA_8B, QWEN3_32B], ids=["8B", "32B"])
 @pytest.mark.parametrize("seqs, tokens", [(1024, 16384), (256, 2048), (64, 8192)])
 def test_pat_takes_at_most_three_percent_of_the_kv_cache(
     model: ModelSize, seqs: int, tokens: int
@@ -283,11 +279,6 @@ def test_what_the_kv_cache_loses(model: ModelSize, base_tp: int) -> None:
     assert engine.communicators == sum(communicator_bytes(tp, H100) for tp in groups)
     _, most, grown = added(model, base_tp, pat=PATConfig())
     assert 0 <= own <= grown < 0.11 and stock.kv > engine.kv > most.kv
-    print(f"{NAMES[model]}, base_tp={base_tp}:")
-    for title, one in (("static", stock), ("PAT", engine), ("PAT, limits per rank", most)):
-        print(f"  {title}: {one.kv / 2**30:.2f} GiB, graphs {one.graphs / 2**30:.2f} GiB,", end="")
-        print(f" communicators {one.communicators / 2**30:.2f} GiB, {1 - one.kv / stock.kv:.2%}")
-    print(f"  without graphs and communicators: {own:.2%}, per rank {grown:.2%}")
 
 
 def test_a_mixture_shares_its_workspace_and_the_groups_of_a_tp() -> None:

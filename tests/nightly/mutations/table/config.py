@@ -55,7 +55,7 @@ MUTATIONS = mutations({
         ("the narrower limit is the wider", "limits:narrower_limit", ", limit)", ", 10**9)"),
     ],
     "tests/unit/test_mixture.py": [
-        ("both kinds of layouts where no rank has a whole expert", "mixture:Mixture.layouts", 'wanted == "auto" and base_tp > 1', 'wanted == "auto" and base_tp > 2'),
+        ("both kinds of layouts where no rank has a whole expert", "mixture:Mixture.layouts", "elif base_tp > 1:", "elif base_tp > 2:"),
         ("one expert for each rank is too few", "mixture:Mixture._hindrance", "self.num_experts < tp", "self.num_experts <= tp"),
         ("experts that a rank of the base layout lacks", "mixture:Mixture._hindrance", "base_tp > 1 and self.num_experts % tp", "base_tp > tp and self.num_experts % tp"),
     ],
