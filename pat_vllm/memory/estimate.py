@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from pat_vllm.gpus import Device, MiB
 from pat_vllm.kv_transfer.plan import ROUNDS
@@ -32,15 +33,9 @@ published of Qwen3-8B says, for 51 piecewise and 35 whole graphs (LMCache issue 
 _LARGEST_GRAPH = 512
 
 
-@dataclass(frozen=True)
-class Measured:
-    """What vLLM measured of one layout on a device, in bytes.
-
-    Attributes:
-        available: what vLLM would give to the KV cache, were this the only layout and without CUDA
-            graphs.
-        activations: what it has set aside for the largest step.
-    """
+class Measured(NamedTuple):
+    """What vLLM measured of one layout on a device, in bytes: what it would give to the KV cache,
+    were this the only layout and without CUDA graphs, and has set aside for the largest step."""
 
     available: int
     activations: int
