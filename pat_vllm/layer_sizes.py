@@ -88,12 +88,12 @@ def experts_of(config: Mapping[str, Any]) -> tuple[int, int] | None:
     """
     if not may_have_experts(config):
         return None
-    count, width = (
+    found: list[Any] = [
         next((config[name] for name in names if config.get(name)), None)
         for names in (_EXPERT_COUNTS, _EXPERT_WIDTHS)
-    )
-    known = all(type(value) is int and 0 < value <= _MOST for value in (count, width))
-    return (count, width) if known else None
+    ]
+    known = all(type(value) is int and 0 < value <= _MOST for value in found)
+    return (found[0], found[1]) if known else None
 
 
 def routing_of(config: Mapping[str, Any]) -> tuple[int, int] | None:

@@ -100,7 +100,7 @@ def test_tokens_that_the_model_does_not_have_are_no_drafts(path: Path) -> None:
     assert salt and salt != HistoryFile(path, 513).load(Corpus(1 << 20))
 
 
-def flip(path: Path, where: Callable[[bytes], int]) -> None:
+def flip(path: Path, where: Callable[[bytearray], int]) -> None:
     whole = bytearray(path.read_bytes())
     whole[where(whole)] ^= 1
     path.write_bytes(whole)
