@@ -121,10 +121,9 @@ def describe(report: Report, started: float, seconds: float, responses: int) -> 
     parts += [switch_in_words(one, started) for one in run.switches]
     if not run.switches:
         parts.append("no switch")
-    not_made = [one for one in report.refused if one.at >= started]
-    refused = sum(one.expected for one in not_made)
-    counts = ((refused, "refused"), (len(not_made) - refused, "failed to plan"))
-    if any(count for count, _ in counts):
+    expected = [one.expected for one in report.refused if one.at >= started]
+    counts = ((expected.count(True), "refused"), (expected.count(False), "failed to plan"))
+    if expected:
         parts.append(", ".join(f"{count} {what}" for count, what in counts if count))
     if drafted := run.drafted:
         drafts = run.drafts
