@@ -30,8 +30,8 @@ class Chains:
     """
 
     def __init__(self) -> None:
-        self._by_end: dict[bytes, Chain] = {}  # by last hash, the one that ended first comes first
-        self._unused: dict[bytes, int] = {}
+        # With their `unused`, by last hash; the one that ended first comes first.
+        self._by_end: dict[bytes, tuple[Chain, int]] = {}
         self._blocks = 0
         self._requests = self._blocks_left = self._blocks_reused = 0.0
 
@@ -56,7 +56,7 @@ class Chains:
         if unused is not None:
             # A switch may have left blocks behind, which `unused` lacks. They count all the same:
             # else the chance would stay low, and no later switch would carry any.
-            continued = [self._unused[end] for end in self._by_end.keys() & chain]
+            continued = [self._by_end[end][1] for end in self._by_end.keys() & chain]
             self._blocks_reused += max(unused, *continued, 0)
         self._forget_continued(chain)
 
@@ -75,20 +75,18 @@ class Chains:
             )
         self._forget_continued(chain)
         if chain:
-            self._by_end[chain[-1]] = chain
-            self._unused[chain[-1]] = unused
+            self._by_end[chain[-1]] = chain, unused
             self._blocks += len(chain)
         while self._blocks > REMEMBERED_BLOCKS:
             self._drop(next(iter(self._by_end)))
 
     def latest(self) -> list[Chain]:
         """The chains, the last ended one first."""
-        return list(reversed(self._by_end.values()))
+        return [chain for chain, _ in reversed(self._by_end.values())]
 
     def forget(self) -> None:
         """Forget all chains: caches were reset. The chance remains."""
         self._by_end.clear()
-        self._unused.clear()
         self._blocks = 0
 
     def _forget_continued(self, chain: Chain) -> None:
@@ -97,8 +95,8 @@ class Chains:
             self._drop(end)
 
     def _drop(self, end: bytes) -> None:
-        self._blocks -= len(self._by_end.pop(end))
-        del self._unused[end]
+        chain, _ = self._by_end.pop(end)
+        self._blocks -= len(chain)
 
 
 class PlacedChain(NamedTuple):

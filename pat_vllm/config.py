@@ -176,12 +176,8 @@ class PATConfig(StrictModel):
                 f"tensor_parallel_size={world_size}; allowed: {_divisors(world_size)}"
             )
         if self.layouts is None:
-            sizes = {world_size}
-            tp = self.base
-            while tp <= world_size:
-                if world_size % tp == 0:
-                    sizes.add(tp)
-                tp *= 2
+            doublings = (self.base << power for power in range(world_size.bit_length()))
+            sizes = {world_size, *(tp for tp in doublings if world_size % tp == 0)}
         else:
             if not self.layouts:
                 raise ValueError("pat.layouts is empty; name at least one tensor-parallel size")

@@ -58,29 +58,12 @@ _PCIE4 = 25e9
 """PCIe 4.0 x16 has 31.5 GB/s per direction; copies between GPUs reach about 25."""
 
 GPUS: Mapping[str, Gpu] = {
-    "A40": Gpu(
-        Device(46068 * MiB, "8.6"),
-        696e9,
-        149.7e12,
-        "pcie",
-        _PCIE4,
-        "NVIDIA A40 datasheet",
-    ),
+    "A40": Gpu(Device(46068 * MiB, "8.6"), 696e9, 149.7e12, "pcie", _PCIE4, "NVIDIA A40 datasheet"),
     "H100": Gpu(
-        Device(81559 * MiB, "9.0"),
-        3.35e12,
-        989e12,
-        "nvlink",
-        450e9,
-        "NVIDIA H100 datasheet (SXM)",
+        Device(81559 * MiB, "9.0"), 3.35e12, 989e12, "nvlink", 450e9, "NVIDIA H100 datasheet (SXM)"
     ),
     "H200": Gpu(
-        Device(143771 * MiB, "9.0"),
-        4.8e12,
-        989e12,
-        "nvlink",
-        450e9,
-        "NVIDIA H200 datasheet (SXM)",
+        Device(143771 * MiB, "9.0"), 4.8e12, 989e12, "nvlink", 450e9, "NVIDIA H200 datasheet (SXM)"
     ),
 }
 

@@ -8,7 +8,6 @@ the blocks; a switch checks them against this.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +21,7 @@ NULL_BLOCK = 0
 
 
 @dataclass(frozen=True)
-class StateKind(ABC):
+class StateKind:
     """The state of a group of layers that share block tables.
 
     Attributes:
@@ -37,13 +36,20 @@ class StateKind(ABC):
 
     title: ClassVar[str]
     """As errors name it."""
+    spec_name: ClassVar[str]
+    """Of the class of vLLM's `KVCacheSpec`s that are of this kind."""
     padded: ClassVar[bool] = False
     """Whether a block may take more bytes than it fills."""
 
     @classmethod
-    @abstractmethod
     def serves(cls, spec: Any) -> bool:
-        """Whether a `KVCacheSpec` of vLLM's is of this kind."""
+        """Whether a `KVCacheSpec` of vLLM's is of this kind, and layouts can share it."""
+        return (
+            type(spec).__name__ == cls.spec_name
+            # A block is one run of bytes for each KV head.
+            and spec.num_head_slots is None
+            and spec.page_size_padded is None
+        )
 
     @classmethod
     def heads_in(cls, spec: Any, num_kv_heads: int, tp: int) -> int:
@@ -89,16 +95,16 @@ class StateKind(ABC):
 
     # ---------------------------------------------------------------- blocks of a request
 
-    @abstractmethod
+    def skipped(self, tokens: int) -> int:
+        """The first tokens of a request with so many computed ones that are not needed any more."""
+        return 0
+
     def held(self, tokens: int) -> range:
         """Places of the blocks that are not null, of a request with so many computed tokens.
 
         They end with the last token's. A hit in the prefix cache needs those of its tokens.
         """
-
-    def tokens_held(self, tokens: int) -> int:
-        """How many of a request's computed tokens they hold."""
-        return tokens - self.held(tokens).start * self.block_size
+        return range(self.skipped(tokens) // self.block_size, -(-tokens // self.block_size))
 
     @property
     def block_bytes(self) -> int:
@@ -107,7 +113,7 @@ class StateKind(ABC):
 
     def bytes_held(self, tokens: int) -> int:
         """What a request of so many computed tokens holds: all heads once."""
-        return self.token_bytes * self.tokens_held(tokens)
+        return self.token_bytes * (tokens - self.held(tokens).start * self.block_size)
 
     def most_blocks(self, tokens: int, room: int) -> int:
         """The most blocks of a request on its way to so many tokens.
@@ -141,17 +147,13 @@ class StateKind(ABC):
 
 @dataclass(frozen=True)
 class FullAttention(StateKind):
-    """Every block stays. Where one is cached, so are all before it."""
+    """Every block stays. Where one is cached, so are all before it.
+
+    Layers with a window are of this kind, too, where vLLM keeps all their blocks.
+    """
 
     title = "full attention"
-
-    @classmethod
-    def serves(cls, spec: Any) -> bool:
-        # Layers with a window are of this kind, too, where vLLM keeps all their blocks.
-        return type(spec).__name__ == "FullAttentionSpec" and _has_a_slot_per_head(spec)
-
-    def held(self, tokens: int) -> range:
-        return range(-(-tokens // self.block_size))
+    spec_name = "FullAttentionSpec"
 
     def longest_hit(self, most: int, is_cached: Callable[[int], bool]) -> int:
         if not most or not is_cached(0):
@@ -168,14 +170,11 @@ class LatentAttention(FullAttention):
 
     A rank needs it whole whatever its heads are. So a block is as large in every layout, and the
     ranks of a group hold the same ones: what a replica of an engine holds does not grow with tp.
+    Sparse attention, whose indexers have caches of their own, is refused by the model.
     """
 
     title = "latent attention"
-
-    @classmethod
-    def serves(cls, spec: Any) -> bool:
-        # Sparse attention, whose indexers have caches of their own, is refused by the model.
-        return type(spec).__name__ == "MLAAttentionSpec" and _has_a_slot_per_head(spec)
+    spec_name = "MLAAttentionSpec"
 
     @classmethod
     def heads_in(cls, spec: Any, num_kv_heads: int, tp: int) -> int:
@@ -193,21 +192,19 @@ class SlidingWindow(StateKind):
     window: int = 1
 
     title = "sliding windows"
+    spec_name = "SlidingWindowSpec"
 
     @classmethod
     def serves(cls, spec: Any) -> bool:
-        return type(spec).__name__ == "SlidingWindowSpec" and (
-            _has_a_slot_per_head(spec) and not spec.extra_retained_tokens
-        )
+        return super().serves(spec) and not spec.extra_retained_tokens
 
     @classmethod
     def of(cls, spec: Any, heads: int, layers: int, **more: int) -> StateKind:
         return super().of(spec, heads, layers, window=spec.sliding_window, **more)
 
-    def held(self, tokens: int) -> range:
+    def skipped(self, tokens: int) -> int:
         # As `SlidingWindowManager.get_num_skipped_tokens`, of the window of the next token.
-        skipped = max(0, tokens - self.window + 1) // self.block_size
-        return range(skipped, -(-tokens // self.block_size))
+        return max(0, tokens - self.window + 1)
 
     def most_blocks(self, tokens: int, room: int) -> int:
         # As `SlidingWindowSpec.max_admission_blocks_per_request`.
@@ -226,19 +223,15 @@ class ChunkedAttention(StateKind):
     chunk: int = 1
 
     title = "chunked attention"
-
-    @classmethod
-    def serves(cls, spec: Any) -> bool:
-        return type(spec).__name__ == "ChunkedLocalAttentionSpec" and _has_a_slot_per_head(spec)
+    spec_name = "ChunkedLocalAttentionSpec"
 
     @classmethod
     def of(cls, spec: Any, heads: int, layers: int, **more: int) -> StateKind:
         return super().of(spec, heads, layers, chunk=spec.attention_chunk_size, **more)
 
-    def held(self, tokens: int) -> range:
+    def skipped(self, tokens: int) -> int:
         # As `ChunkedLocalAttentionManager.get_num_skipped_tokens`, of the chunk of the next token.
-        skipped = tokens // self.chunk * self.chunk // self.block_size
-        return range(skipped, -(-tokens // self.block_size))
+        return tokens // self.chunk * self.chunk
 
 
 @dataclass(frozen=True)
@@ -259,12 +252,13 @@ class LinearAttention(StateKind):
     slot_bytes: int = 0
 
     title = "linear attention (Gated DeltaNet, Mamba2)"
+    spec_name = "MambaSpec"
     padded = True
 
     @classmethod
     def serves(cls, spec: Any) -> bool:
         return (
-            type(spec).__name__ == "MambaSpec"
+            type(spec).__name__ == cls.spec_name
             and spec.mamba_type.name in _ROWS
             and spec.mamba_cache_mode in ("none", "align")
             and len(spec.shapes) == 2
@@ -352,11 +346,6 @@ def _parts_of_slot(spec: Any) -> list[tuple[int, int, tuple[int, ...]]]:
         (0, rows, tuple(width_of[part] for part in _ROWS[spec.mamba_type.name])),
         (rows * row * of_conv, 1, (each * value * key * of_matrix,)),
     ]
-
-
-def _has_a_slot_per_head(spec: Any) -> bool:
-    """Whether a block is one run of bytes for each KV head."""
-    return spec.num_head_slots is None and spec.page_size_padded is None
 
 
 KINDS: list[type[StateKind]] = [

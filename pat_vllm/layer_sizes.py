@@ -1,4 +1,4 @@
-"""What layers of each kind hold, from a model's config.json. Pure."""
+"""What layers of each kind hold, from the contents of a Hugging Face `config.json`. Pure."""
 
 from __future__ import annotations
 
@@ -22,13 +22,11 @@ MIXTURES = (
     "qwen3_next",
 )
 """Values of `model_type` of the mixtures of experts whose layers are known here."""
-_LINEAR, _MAMBA = "linear_num_key_heads", "mamba_num_heads"
-"""Fields of the config.json of models with Gated DeltaNet, and with Mamba2 as Nemotron-H has it."""
+_MAMBA = "mamba_num_heads"
+"""Field of the config.json of models with Mamba2 as Nemotron-H has it."""
 _ALONE = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 _ALONE |= {"mamba": "linear_attention", "attention": "full_attention"}
 """What a layer of Nemotron-H has, by how a `config.json` names it."""
-
-
 _MOST = 1 << 24
 """Of any size in a config. Real ones are far below."""
 _MOST_LAYERS = 1 << 14
@@ -66,9 +64,6 @@ def text_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def alone_in_layers(config: Mapping[str, Any]) -> list[str] | None:
     """Of models whose layers have attention or linear attention or an MLP or experts: which.
 
-    Args:
-        config: contents of a Hugging Face `config.json`.
-
     Returns:
         "full_attention", "linear_attention", "mlp" or "moe" for each layer; None: layers have
         attention of some kind, and an MLP or experts.
@@ -84,34 +79,28 @@ def linear_heads(config: Mapping[str, Any]) -> int:
     with linear attention that is known here."""
     if config.get(_MAMBA):
         return size_of(config, "n_groups")
-    return size_of(config, _LINEAR)
+    return size_of(config, "linear_num_key_heads")
 
 
 def experts_of(config: Mapping[str, Any]) -> tuple[int, int] | None:
-    """How many experts a layer has, without those that every token goes to, and how wide they are.
-
-    Args:
-        config: contents of a Hugging Face `config.json`.
-
-    Returns:
-        None: the model has no experts, or not one number and one width for all layers.
+    """How many experts a layer has, without those that every token goes to, and how wide they are;
+    None: the model has no experts, or not one number and one width for all layers.
     """
     if not may_have_experts(config):
         return None
-    found: list[int] = []
-    for names in (_EXPERT_COUNTS, _EXPERT_WIDTHS):
-        value = next((config[name] for name in names if config.get(name)), None)
-        if type(value) is not int or not 0 < value <= _MOST:
-            return None
-        found.append(value)
-    return found[0], found[1]
+    found: list[Any] = [
+        next((config[name] for name in names if config.get(name)), None)
+        for names in (_EXPERT_COUNTS, _EXPERT_WIDTHS)
+    ]
+    known = all(type(value) is int and 0 < value <= _MOST for value in found)
+    return (found[0], found[1]) if known else None
 
 
 def routing_of(config: Mapping[str, Any]) -> tuple[int, int] | None:
     """How many experts a layer has, and to how many of them a token goes; None: there are none."""
-    found = experts_of(config)
-    per_token = size_of(config, "num_experts_per_tok") if found is not None else 0
-    return (found[0], per_token) if found is not None and per_token else None
+    if (found := experts_of(config)) and (per_token := size_of(config, "num_experts_per_tok")):
+        return found[0], per_token
+    return None
 
 
 @dataclass(frozen=True)

@@ -27,12 +27,7 @@ It is vLLM's own default on large GPUs. Activations follow it.
 
 @dataclass(frozen=True)
 class Limits:
-    """What a replica runs at once; vLLM's names.
-
-    Attributes:
-        max_num_seqs: requests.
-        max_num_batched_tokens: tokens of a step.
-    """
+    """What a replica runs at once, in requests and in tokens of a step; vLLM's names."""
 
     max_num_seqs: int
     max_num_batched_tokens: int

@@ -51,13 +51,13 @@ class Mixture:
                 f"pat.experts is 'both', but with base_tp={base_tp} a rank has either parts of "
                 "experts or whole ones; set pat.base_tp=1, or pat.experts to 'tp' or 'ep'"
             )
+        kinds: tuple[Experts, ...] = ("tp", "ep")
+        if wanted == "tp" or wanted == "ep":
+            kinds = (wanted,)
+        elif base_tp > 1:
+            kinds = ("tp",)
         made = []
         for tp in sorted(tps):
-            kinds: tuple[Experts, ...] = (
-                ("tp", "ep") if wanted == "auto" or wanted == "both" else (wanted,)
-            )
-            if wanted == "auto" and base_tp > 1:
-                kinds = ("tp",)
             if tp == 1:
                 made.append(Layout.of(1, world_size))
                 continue

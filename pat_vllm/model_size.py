@@ -1,9 +1,9 @@
-"""The sizes of models, from their config.json. Pure."""
+"""The sizes of models, from their config.json, and what they take on one rank. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from pat_vllm.known_models import MODEL_SHAPES
@@ -16,9 +16,15 @@ from pat_vllm.layer_sizes import (
     layers_with_windows,
     size_of,
 )
+from pat_vllm.layout import Layout
 
 VOCAB_PADDING = 64
 """vLLM pads the vocabulary to a multiple of it."""
+SWAP_CHUNK_BYTES = 64 << 10
+"""Bytes that one row of a table of swaps moves (`kernels/swap.py`)."""
+_SWAP_ROW_BYTES = 3 * 8
+_SWAPPED = 0.25
+"""Share of the rows of fused matrices that trade places between two layouts, about."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,8 @@ class ModelSize:
         gated: whether queries come with gates of the output.
         mlps: layers that are an MLP without a gate and nothing more, of models whose other layers
             have none; 0: every layer has an MLP with a gate, or experts.
+        max_positions: rows of the table of rotary embeddings.
+        dtype_bytes: of an element of weights, activations and the KV cache.
     """
 
     layers: int
@@ -45,51 +53,46 @@ class ModelSize:
     intermediate: int
     vocab: int
     tied: bool
-    experts: ExpertSizes | None = field(default=None, kw_only=True)
-    window: int = field(default=0, kw_only=True)
-    window_layers: int = field(default=0, kw_only=True)
-    latent: LatentSizes | None = field(default=None, kw_only=True)
-    linear: LinearSizes | None = field(default=None, kw_only=True)
-    gated: bool = field(default=False, kw_only=True)
-    mlps: int = field(default=0, kw_only=True)
+    _: KW_ONLY
+    experts: ExpertSizes | None = None
+    window: int = 0
+    window_layers: int = 0
+    latent: LatentSizes | None = None
+    linear: LinearSizes | None = None
+    gated: bool = False
+    mlps: int = 0
+    max_positions: int = 0
+    dtype_bytes: int = 2
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> ModelSize:
+    def of(cls, config: Mapping[str, Any], dtype_bytes: int = 2) -> ModelSize:
         """From the contents of a Hugging Face `config.json`.
 
         Raises:
             ValueError: a size is missing or none, or the model is of another kind.
         """
         alone = alone_in_layers(config)
-        needed = (
-            *(["num_hidden_layers"] if alone is None else []),
-            "hidden_size",
-            "num_attention_heads",
-            "intermediate_size",
-            "vocab_size",
-        )
-        experts = ExpertSizes.of(config)
-        sparse = experts is not None and experts.layers == layers_of(config)
-        missing = [
-            name
-            for name in needed
-            if not config.get(name) and not (sparse and name == "intermediate_size")
-        ]
-        if missing:
+        experts, layers = ExpertSizes.of(config), layers_of(config)
+        needed = ["hidden_size", "num_attention_heads", "vocab_size"]
+        if alone is None:
+            needed.append("num_hidden_layers")
+        if experts is None or experts.layers < layers:
+            needed.append("intermediate_size")
+        if missing := [name for name in needed if not config.get(name)]:
             raise ValueError(
                 f"the model's config has no {', '.join(missing)}; only decoders such as Llama and "
                 f"Qwen3 can be modelled (shapes at hand: {', '.join(MODEL_SHAPES)})"
             )
         latent = LatentSizes.of(config)
         linear = LinearSizes.of(config)
-        if linear is not None and linear.layers >= layers_of(config):
+        if linear is not None and linear.layers >= layers:
             raise ValueError(
                 "the model's config has linear attention in all layers: only models that have "
                 "attention in some can be modelled"
             )
         heads, hidden = size_of(config, "num_attention_heads"), size_of(config, "hidden_size")
         return cls(
-            layers=layers_of(config),
+            layers=layers,
             hidden=hidden,
             heads=heads,
             kv_heads=1 if latent else size_of(config, "num_key_value_heads") or heads,
@@ -109,6 +112,8 @@ class ModelSize:
             and alone is None
             and config.get("attn_output_gate") is not False,
             mlps=0 if alone is None else alone.count("mlp"),
+            max_positions=size_of(config, "max_position_embeddings"),
+            dtype_bytes=dtype_bytes,
         )
 
     @property
@@ -199,6 +204,10 @@ class ModelSize:
         held = self.experts.most_on_rank(tp) if spread else self.experts.count / tp
         return weights + self.expert_weights * held
 
+    def weight_bytes(self, tp: int, spread: bool = False) -> int:
+        """A rank's shard of all weights but norms and biases, as in `resident_weights`."""
+        return int(self.resident_weights(tp, spread) * self.dtype_bytes)
+
     def divides(self, tp: int) -> bool:
         """Whether heads of every kind and MLPs can be split over `tp` ranks.
 
@@ -209,3 +218,102 @@ class ModelSize:
         shared = self.experts is None or self.experts.shared % tp == 0
         linear = self.linear is None or self.linear.keys % tp == 0
         return self.heads % tp == 0 and mlp and shared and kv and linear
+
+    @property
+    def rotary_bytes(self) -> int:
+        """The table of rotary embeddings, of which a process has one."""
+        width = self.head_dim if self.latent is None else self.latent.rope
+        return self.max_positions * width * self.dtype_bytes
+
+    def swap_table_bytes(self, layouts: Sequence[Layout]) -> int:
+        """Tables of the rows that trade places between any two layouts, about.
+
+        They lie on the device, with weights in place.
+        """
+        base, *others = dict.fromkeys(layout.tp for layout in layouts)
+        fused = 0  # of latent attention nothing that is cut is fused
+        if self.latent is None:
+            queries = (1 + self.gated) * self.heads
+            fused = (queries + 2 * self.kv_heads) // base * self.head_dim * self.attention_layers
+        if self.linear is not None and self.linear.apart:
+            fused += self.linear.rows // base * self.linear.layers
+        if not self.mlps:
+            fused += 2 * self.intermediate // base * self.dense_layers
+        if (one := self.experts) is not None:
+            held = one.most_on_rank(base) if layouts[0].experts == "ep" else one.count / base
+            fused += int(one.layers * 2 * (one.intermediate * held + one.shared / base))
+        chunks = fused * self.hidden * self.dtype_bytes / SWAP_CHUNK_BYTES
+        pairs = len(others) * (len(others) + 1)
+        return int(pairs * _SWAPPED * chunks * _SWAP_ROW_BYTES)
+
+    def kv_bytes_per_token(self, tp: int) -> int:
+        """KV of one token, over all layers, on a rank; heads are replicated where they are few."""
+        return self.attention_layers * self.kv_elements(tp) * self.dtype_bytes
+
+    def latent_workspace_bytes(self, max_model_len: int, max_num_seqs: int, block_size: int) -> int:
+        """Latent vectors of earlier parts of prompts, as vLLM gathers them for a step; else 0.
+
+        As `MLACommonMetadataBuilder.determine_chunked_prefill_workspace_size`.
+        """
+        if self.latent is None:
+            return 0
+        tokens = max(8 * max_model_len, 4 * max_num_seqs * block_size)
+        return min(tokens, 64 << 10) * self.kv_elements(1) * self.dtype_bytes
+
+    def state_bytes(self, tp: int) -> int:
+        """What a request has on a rank beside its KV, over all layers with linear attention."""
+        if self.linear is None:
+            return 0
+        return self.linear.layers * self.linear.state_bytes(self.dtype_bytes) // tp
+
+    def block_size(self, base_tp: int, block_size: int) -> int:
+        """Tokens of a KV block, in every layout: as many as make it as large as a state.
+
+        As vLLM's `_align_hybrid_block_size` for the base layout.
+
+        Args:
+            block_size: that the engine is given, of which it is a multiple.
+        """
+        if self.linear is None:
+            return block_size
+        state = self.linear.state_bytes(self.dtype_bytes) // base_tp
+        of_token = self.kv_bytes_per_token(base_tp) // self.attention_layers
+        return -(-state // (block_size * of_token)) * block_size
+
+    def step_bytes(self, tp: int, tokens: int, seqs: int) -> int:
+        """Activations of the largest step, about: the widest layer, or the logits.
+
+        What experts compute lies elsewhere (`expert_workspace_bytes`).
+
+        Args:
+            tokens: of the step.
+            seqs: requests that are sampled for.
+        """
+        widths = [self.intermediate] * (self.dense_layers > 0)
+        if self.experts is not None:
+            widths.append(self.experts.shared)
+        mlp = 2 * self.hidden + 3 * max(widths) // tp
+        attention = 2 * self.hidden + 2 * (self.heads + self.kv_heads) // tp * self.head_dim
+        if (latent := self.latent) is not None:
+            # Queries, keys and values, the parts that keys are put together of, and the output.
+            of_head = 2 * latent.query + 2 * latent.value + latent.nope
+            attention = 2 * self.hidden + self.heads // tp * of_head
+        if self.linear is not None:
+            attention = max(attention, 2 * self.hidden + 2 * self.linear.rows // tp)
+        layer = tokens * max(mlp, attention) * self.dtype_bytes
+        # As the model gives them, in float32, and what sampling makes of these.
+        logits = seqs * self.vocab * (self.dtype_bytes + 4 + 4)
+        return max(layer, logits + tokens * self.hidden * self.dtype_bytes)
+
+    def expert_workspace_bytes(self, tp: int, spread: bool, tokens: int) -> int:
+        """What vLLM's Triton experts compute in, for the largest step; 0 without experts.
+
+        Each token has a row for each of its experts, wherever these lie: one that becomes the
+        output, and one for gate and up.
+        """
+        if self.experts is None:
+            return 0
+        one = self.experts
+        width = one.intermediate if spread else one.intermediate // tp
+        rows = tokens * one.per_token
+        return rows * (max(width, self.hidden) + max(2 * width, self.hidden)) * self.dtype_bytes

@@ -37,11 +37,7 @@ def draft_lengths(longest: int, schedule: Schedule | None) -> tuple[int, ...]:
         longest: vLLM's `num_speculative_tokens`.
         schedule: the user's, if any.
     """
-    lengths = {0, longest}
-    length = 1
-    while length < longest:
-        lengths.add(length)
-        length *= 2
+    lengths = {0, longest, *(1 << power for power in range(max(0, longest - 1).bit_length()))}
     return tuple(sorted(lengths | {min(longest, one) for _, _, one in schedule or ()}))
 
 

@@ -13,7 +13,7 @@ from pat_vllm.config import PATConfig
 from pat_vllm.files.reading import cut, read_text, shown
 from pat_vllm.gpus import GPUS, NODE_SIZE, gpu_named
 from pat_vllm.memory.buffers import EngineShape
-from pat_vllm.memory.model import ModelShape
+from pat_vllm.model_size import ModelSize
 from pat_vllm.profiling.profile import Profile
 from pat_vllm.simulator.modelled.batch_time import Load
 from pat_vllm.simulator.modelled.choice import choose
@@ -171,7 +171,7 @@ def _check_heads(model: str, gpus: int) -> None:
         ValueError: it cannot.
     """
     config, name = named_config(model)
-    shape = ModelShape.from_config(config)
+    shape = ModelSize.of(config)
     if shape.divides(gpus):
         return
     allowed = [tp for tp in range(2, NODE_SIZE + 1, 2) if shape.divides(tp)]

@@ -13,12 +13,12 @@ from pat_vllm.gpus import Device, gib
 from pat_vllm.layer_sizes import MIXTURES
 from pat_vllm.memory.buffers import EngineShape
 from pat_vllm.memory.estimate import estimate
-from pat_vllm.memory.model import ModelShape
 from pat_vllm.mixture import Mixture
+from pat_vllm.model_size import ModelSize
 from pat_vllm.simulator.modelled.choice import Choice, choose
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3_5_text", *MIXTURES)
-"""Whose sizes are known to `ModelShape`."""
+"""Whose sizes are known to `ModelSize`."""
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -67,7 +67,7 @@ def check_memory(
     name = "memory, computed"
     if config.get("model_type") not in ARCHITECTURES:
         return Check(name, f"not computed: the sizes of {config.get('model_type')!r} are not known")
-    model = ModelShape.from_config(config, _DTYPE_BYTES[dtype])
+    model = ModelSize.of(config, _DTYPE_BYTES[dtype])
     memory = estimate(model, shape, device)
     tokens = memory.kv_tokens[shape.layouts[0].tp]
     found = (
@@ -92,7 +92,7 @@ def check_memory(
     return Check(name, found, problem, values=values)
 
 
-def _way_out(model: ModelShape, device: Device, shape: EngineShape) -> str:
+def _way_out(model: ModelSize, device: Device, shape: EngineShape) -> str:
     """The smallest base_tp that would do."""
     ranks = shape.layouts[0].world_size
     mixture = None

@@ -75,25 +75,22 @@ class Corpus:
             prompt: its last tokens, at least `TAIL_TOKENS` of them where there are as many.
         """
         tokens = np.array([BETWEEN_ROWS, *prompt[-TAIL_TOKENS:], *response], np.int32)
-        row = Row(self._added, tokens)
-        self._append(key, row)
-        return row
+        return self.restore(key, tokens)
 
     def items(self) -> list[tuple[Key, Row]]:
         """All rows with what their prompts are known by, the oldest first."""
         rows = {key: iter(of_key) for key, of_key in self._rows.items()}
         return [(key, next(rows[key])) for key in self._ages]
 
-    def restore(self, key: Key, tokens: np.ndarray) -> None:
-        """Take up the tokens of a row that an earlier corpus had."""
-        self._append(key, Row(self._added, tokens))
-
-    def _append(self, key: Key, row: Row) -> None:
+    def restore(self, key: Key, tokens: np.ndarray) -> Row:
+        """Take up the tokens of a row, which an earlier corpus may have had."""
+        row = Row(self._added, tokens)
         self._added += 1
         self._rows.setdefault(key, deque()).append(row)
         self._ages.append(key)
         self._bytes += _TOKEN_BYTES * len(row.tokens)
         self.forget_to(self._max_bytes)
+        return row
 
     def forget_to(self, max_bytes: int) -> None:
         """Forget the oldest until the others have at most so many bytes."""

@@ -36,13 +36,8 @@ def suffix(own: np.ndarray, others: np.ndarray, out: np.ndarray) -> tuple[int, i
 
 @dataclass(frozen=True)
 class Replayed:
-    """What drafts did. All int64 `[responses]`.
-
-    Attributes:
-        tokens: that decode steps gave.
-        steps: decode steps.
-        drafted, accepted: draft tokens.
-    """
+    """Decode steps of each response, the tokens that they gave, and their draft tokens. All int64
+    `[responses]`."""
 
     tokens: np.ndarray
     steps: np.ndarray

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-NO_TOKENS = np.empty(0, np.int32)
-
 RowIds = tuple[int, ...]
 
 
@@ -77,7 +75,7 @@ class Shelf:
         """The request's rows, one after the other, int32 [tokens]; not to be changed."""
         ids = self.ids_of(request_id)
         if not ids:
-            return NO_TOKENS
+            return np.empty(0, np.int32)
         if ids not in self._flat:
             self._flat[ids] = np.concatenate([self._rows[one] for one in ids])
         return self._flat[ids]

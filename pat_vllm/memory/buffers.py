@@ -7,7 +7,6 @@ billion parameters; what is smaller is summed up by request and by token.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -15,7 +14,7 @@ from pat_vllm.config import PATConfig
 from pat_vllm.gpus import MiB
 from pat_vllm.layout import Layout
 from pat_vllm.limits import Limits, layout_limits
-from pat_vllm.memory.model import ModelShape
+from pat_vllm.model_size import ModelSize
 
 FLASHINFER_WORKSPACE = 394 * MiB
 """The least that FlashInfer's attention takes (`VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE`)."""
@@ -89,7 +88,7 @@ class Buffer:
         return max(self.device, self.pinned) + self.pageable
 
 
-def runner_buffers(model: ModelShape, engine: EngineShape, layout: Layout) -> list[Buffer]:
+def runner_buffers(model: ModelSize, engine: EngineShape, layout: Layout) -> list[Buffer]:
     """What the model runner of a layout keeps."""
     limits = engine.limits(layout)
     seqs, tokens = limits.max_num_seqs, limits.max_num_batched_tokens
@@ -131,7 +130,7 @@ def runner_buffers(model: ModelShape, engine: EngineShape, layout: Layout) -> li
     return buffers
 
 
-def all_buffers(model: ModelShape, engine: EngineShape) -> list[list[Buffer]]:
+def all_buffers(model: ModelSize, engine: EngineShape) -> list[list[Buffer]]:
     """Of each layout, what it has to itself; the base layout's list has what is shared, too."""
     every = [runner_buffers(model, engine, layout) for layout in engine.layouts]
     # The runners of all layouts make the same buffers, in the same order.
@@ -142,8 +141,3 @@ def all_buffers(model: ModelShape, engine: EngineShape) -> list[list[Buffer]]:
     ]
     own = [[one for one in buffers if not one.shared] for buffers in every]
     return [shared + own[0], *own[1:]]
-
-
-def pinned_bytes(buffers: Iterable[Sequence[Buffer]]) -> int:
-    """Pinned host memory of a rank."""
-    return sum(one.pinned for of_layout in buffers for one in of_layout)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from pat_vllm.gpus import Device, MiB
 from pat_vllm.kv_transfer.plan import ROUNDS
 from pat_vllm.layout import Layout
 from pat_vllm.limits import Limits
-from pat_vllm.memory.buffers import EngineShape, all_buffers, pinned_bytes
-from pat_vllm.memory.model import ModelShape
+from pat_vllm.memory.buffers import EngineShape, all_buffers
+from pat_vllm.model_size import ModelSize
 
 SYMMETRIC_MEMORY = {2: 64 * MiB, 4: 32 * MiB, 6: 64 * MiB, 8: 64 * MiB}
 CUSTOM_ALL_REDUCE = {2: 8 * MiB, 4: 8 * MiB, 6: MiB // 2, 8: MiB // 4}
@@ -32,15 +33,9 @@ published of Qwen3-8B says, for 51 piecewise and 35 whole graphs (LMCache issue 
 _LARGEST_GRAPH = 512
 
 
-@dataclass(frozen=True)
-class Measured:
-    """What vLLM measured of one layout on a device, in bytes.
-
-    Attributes:
-        available: what vLLM would give to the KV cache, were this the only layout and without CUDA
-            graphs.
-        activations: what it has set aside for the largest step.
-    """
+class Measured(NamedTuple):
+    """What vLLM measured of one layout on a device, in bytes: what it would give to the KV cache,
+    were this the only layout and without CUDA graphs, and has set aside for the largest step."""
 
     available: int
     activations: int
@@ -125,7 +120,7 @@ class RankMemory:
     pinned: int
 
 
-def estimate(model: ModelShape, engine: EngineShape, device: Device) -> RankMemory:
+def estimate(model: ModelSize, engine: EngineShape, device: Device) -> RankMemory:
     """What a rank of an engine takes: of PAT's, or of a static one (`static_engine`).
 
     With weights in place, a rank holds the base layout's shard in every layout; with copies, each
@@ -175,17 +170,17 @@ def estimate(model: ModelShape, engine: EngineShape, device: Device) -> RankMemo
             * block_size
             for one in layouts
         },
-        pinned=pinned_bytes(buffers),
+        pinned=sum(one.pinned for of_layout in buffers for one in of_layout),
     )
 
 
-def _layers_by_kind(model: ModelShape) -> tuple[int, int, int]:
+def _layers_by_kind(model: ModelSize) -> tuple[int, int, int]:
     """With full attention, with a window, with linear attention."""
     whole = model.attention_layers - model.window_layers
     return whole, model.window_layers, model.linear.layers if model.linear else 0
 
 
-def _kv_share(model: ModelShape, tokens: int, block_size: int) -> float:
+def _kv_share(model: ModelSize, tokens: int, block_size: int) -> float:
     """Memory of a context of so many tokens, by its KV if no layer had a window.
 
     vLLM fills groups up to one size. Layers that are missing in a group take memory as well. Where
@@ -219,7 +214,7 @@ def communicator_bytes(tp: int, device: Device) -> int:
     return _NCCL + SYMMETRIC_MEMORY[tp] + custom + _MULTICAST_COPIES * stage
 
 
-def _graph_bytes(model: ModelShape, engine: EngineShape, limits: Limits) -> int:
+def _graph_bytes(model: ModelSize, engine: EngineShape, limits: Limits) -> int:
     """CUDA graphs of a layout: piecewise ones up to two steps' tokens, whole ones of one step's."""
     if engine.enforce_eager or engine.attention == "CPU_ATTN":
         return 0

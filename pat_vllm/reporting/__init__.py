@@ -3,9 +3,9 @@
 Imports neither torch nor vLLM.
 """
 
-from pat_vllm.reporting.history import MAX_RECORDS, History, Records
+from pat_vllm.reporting.history import History, Records
 from pat_vllm.reporting.run import Run
-from pat_vllm.reporting.text import describe, describe_awaited
+from pat_vllm.reporting.text import describe_awaited
 from pat_vllm.reporting.values import (
     REFUSALS,
     SWITCH_REASONS,
@@ -23,7 +23,6 @@ from pat_vllm.reporting.values import (
 )
 
 __all__ = [
-    "MAX_RECORDS",
     "REFUSALS",
     "SWITCH_REASONS",
     "BatchSavings",
@@ -40,6 +39,5 @@ __all__ = [
     "Report",
     "Run",
     "SwitchReport",
-    "describe",
     "describe_awaited",
 ]

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import bisect
-import itertools
 import math
 import statistics
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from pat_vllm.layout import Layout
 from pat_vllm.reporting.values import (
@@ -33,14 +32,7 @@ _MAX_STEP_TIMES = 1_000
 """The median step time of a layout is that of this many last steps."""
 
 
-class _Timed(Protocol):
-    @property
-    def at(self) -> float: ...
-
-
-_R = TypeVar("_R", bound=_Timed)
-
-
+_R = TypeVar("_R")
 _at = attrgetter("at")
 
 
@@ -72,9 +64,8 @@ class Records(Generic[_R]):
     def since(self, at: float = -math.inf) -> tuple[_R, ...]:
         """The records with this time or a later one, oldest first."""
         with self._lock:
-            first = bisect.bisect_left(self._records, at, key=_at)
-            found = itertools.islice(reversed(self._records), len(self._records) - first)
-            return tuple(found)[::-1]
+            records = tuple(self._records)
+        return records[bisect.bisect_left(records, at, key=_at) :]
 
 
 @dataclass(slots=True)
@@ -104,7 +95,7 @@ class History:
         self._counting: dict[int, DraftSample] = {}
         self._errors = 0
         self._later_turns = 0
-        self._steps: dict[Layout, _StepTimes] = {}
+        self._steps: defaultdict[Layout, _StepTimes] = defaultdict(_StepTimes)
         self._lock = threading.Lock()  # of `_steps`, `_drafts` and `_counting`
         self._first_step_due = False
         self._now: tuple[Layout, int, tuple[int, ...]] | None = None
@@ -119,9 +110,7 @@ class History:
     def step(self, layout: Layout, seconds: float) -> None:
         """Note that a replica finished a step."""
         with self._lock:
-            times = self._steps.get(layout)
-            if times is None:
-                times = self._steps[layout] = _StepTimes()
+            times = self._steps[layout]
             times.count += 1
             times.seconds += seconds
             times.recent.append(seconds)
@@ -172,8 +161,6 @@ class History:
         """The report, without the predictor's part.
 
         Args:
-            layout: the active layout.
-            layouts: all layouts that the engine keeps ready, the base layout first.
             since: seconds on the monotonic clock; earlier records are left out.
         """
         with self._lock:

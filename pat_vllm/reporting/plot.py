@@ -72,19 +72,18 @@ def layout_colours(layouts: Iterable[Layout]) -> dict[Layout, str]:
     return dict(zip(sorted(set(layouts)), LAYOUT_COLOURS, strict=False))
 
 
-def layout_name(layout: Layout) -> str:
-    """Its name, and what it is."""
-    groups = "one group" if layout.replicas == 1 else f"{layout.replicas} replicas"
-    return f"layout {layout}: {groups} of tp={layout.tp}"
-
-
 def layout_bands(axes: Axes, spans: Iterable[Span], colour: Mapping[Layout, str]) -> list[Any]:
     """Colour the background by layout. Returns entries for a legend, one for each of `colour`."""
     from matplotlib.patches import Patch
 
     for layout, start, stop in spans:
         axes.axvspan(start, stop, color=colour[layout], alpha=0.13, linewidth=0)
-    return [Patch(color=shade, alpha=0.35, label=layout_name(one)) for one, shade in colour.items()]
+    entries = []
+    for one, shade in colour.items():
+        groups = "one group" if one.replicas == 1 else f"{one.replicas} replicas"
+        label = f"layout {one}: {groups} of tp={one.tp}"
+        entries.append(Patch(color=shade, alpha=0.35, label=label))
+    return entries
 
 
 def draw_live(axes: Axes, live: Iterable[tuple[float, float]], **line: Any) -> None:

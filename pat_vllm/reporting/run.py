@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from pat_vllm.layout import Layout
 
@@ -18,13 +19,7 @@ Span = tuple[Layout, float, float]
 
 @dataclass(frozen=True)
 class Run:
-    """What an engine did during some time.
-
-    Attributes:
-        report: that covers this time.
-        began: on the report's clock, seconds.
-        seconds: length of this time.
-    """
+    """What an engine did in the `seconds` from `began` on, by the clock of a report of them."""
 
     report: Report
     began: float
@@ -102,15 +97,9 @@ class Run:
         return tuple((one, start, stop) for (one, start), stop in zip(changes, stops, strict=True))
 
 
-@dataclass(frozen=True)
-class DraftMean:
-    """The steps of all replicas in some interval of time.
-
-    Attributes:
-        start, end: of the interval, seconds.
-        num_speculative_tokens: mean over its steps.
-        acceptance: share of the draft tokens that were accepted; None where none were verified.
-    """
+class DraftMean(NamedTuple):
+    """The steps of all replicas in an interval, seconds: their mean draft length, and the share of
+    the draft tokens that was accepted; None where none were verified."""
 
     start: float
     end: float
@@ -120,7 +109,7 @@ class DraftMean:
 
 def drafts_over_time(
     samples: Iterable[DraftSample], began: float, width: float = 1.0
-) -> tuple[DraftMean, ...]:
+) -> list[DraftMean]:
     """Means over intervals of `width` seconds, oldest first; those without a step are left out.
 
     Args:
@@ -128,19 +117,19 @@ def drafts_over_time(
             out. The means count seconds from it.
         width: not below a second, which is as far as samples tell times apart.
     """
-    by_interval: dict[int, list[DraftSample]] = {}
+    by_interval = defaultdict(list)
     for one in samples:
         if one.at >= began:
-            by_interval.setdefault(int((one.at - began) / width), []).append(one)
-    return tuple(_mean(by_interval[i], i * width, (i + 1) * width) for i in sorted(by_interval))
+            by_interval[int((one.at - began) / width)].append(one)
+    means = []
+    for i, here in sorted(by_interval.items()):
+        drafted = sum(one.drafted for one in here)
+        accepted = sum(one.accepted for one in here) / drafted if drafted else None
+        means.append(DraftMean(i * width, (i + 1) * width, mean_length(here), accepted))
+    return means
 
 
-def _mean(samples: list[DraftSample], start: float, end: float) -> DraftMean:
+def mean_length(samples: Sequence[DraftSample]) -> float:
+    """Mean draft length over all steps."""
     steps = sum(one.steps for one in samples)
-    drafted = sum(one.drafted for one in samples)
-    return DraftMean(
-        start=start,
-        end=end,
-        num_speculative_tokens=sum(s.num_speculative_tokens * s.steps for s in samples) / steps,
-        acceptance=sum(one.accepted for one in samples) / drafted if drafted else None,
-    )
+    return sum(one.num_speculative_tokens * one.steps for one in samples) / steps

@@ -9,10 +9,10 @@ from functools import reduce
 from operator import add
 from typing import TYPE_CHECKING
 
-from pat_vllm.reporting.run import Run
+from pat_vllm.reporting.run import Run, mean_length
 
 if TYPE_CHECKING:
-    from pat_vllm.reporting.values import BatchSavings, RefusedSwitch, Report, SwitchReport
+    from pat_vllm.reporting.values import BatchSavings, BatchTimes, Report, SwitchReport
 
 _MOST_LINES = 40
 """Of switches and batches; a report may hold thousands."""
@@ -27,8 +27,11 @@ def describe_report(report: Report) -> str:
     """
     began = Run.of(report).began
     happened = [
-        *((one.at, _switch(one, began)) for one in report.switches),
-        *((one.at, _refused(one, began)) for one in report.refused),
+        *((one.at, f"{switch_in_words(one, began)} ({one.reason})") for one in report.switches),
+        *(
+            (one.at, f"no switch to {one.target} at {one.at - began:.2f} s: {one.why}")
+            for one in report.refused
+        ),
         *((one.at, _batch(one, began)) for one in report.predictor.savings),
     ]
     lines = [line for at, line in sorted(happened, key=lambda one: one[0]) if at >= began]
@@ -59,15 +62,14 @@ def summary(report: Report) -> str:
         f"{most} requests at most, {ranks} ranks, {run.seconds:.1f} s; "
         f"{len(switches)} switch{'' if len(switches) == 1 else 'es'} in {stalls:.2f} s"
     )
-    savings = report.predictor.savings
-    fixed = sum(one.realised.fixed for one in savings)
-    if savings and fixed > 0:
-        saved = fixed - sum(one.realised.drafting for one in savings)
-        predicted = sum(one.predicted.fixed - one.predicted.drafting for one in savings)
-        text += (
-            f"; saved {saved:.1f} of {fixed:.1f} s in {savings[0].layout} without drafts "
-            f"(estimated; predicted {predicted:.1f} s)"
-        )
+    if savings := report.predictor.savings:
+        predicted, took = _totals(savings)
+        if took.fixed > 0:
+            text += (
+                f"; saved {took.fixed - took.drafting:.1f} of {took.fixed:.1f} s in "
+                f"{savings[0].layout} without drafts (estimated; predicted "
+                f"{predicted.fixed - predicted.drafting:.1f} s)"
+            )
     return text
 
 
@@ -77,14 +79,6 @@ def switch_in_words(one: SwitchReport, began: float) -> str:
         f"{one.source} -> {one.target} at {one.at - began:.2f} s, {one.num_seqs} live, "
         f"{one.seconds * 1e3:.0f} ms"
     )
-
-
-def _switch(one: SwitchReport, began: float) -> str:
-    return f"{switch_in_words(one, began)} ({one.reason})"
-
-
-def _refused(one: RefusedSwitch, began: float) -> str:
-    return f"no switch to {one.target} at {one.at - began:.2f} s: {one.why}"
 
 
 def _batch(one: BatchSavings, began: float) -> str:
@@ -127,20 +121,17 @@ def describe(report: Report, started: float, seconds: float, responses: int) -> 
     parts += [switch_in_words(one, started) for one in run.switches]
     if not run.switches:
         parts.append("no switch")
-    not_made = [one for one in report.refused if one.at >= started]
-    refused = sum(one.expected for one in not_made)
-    counts = ((refused, "refused"), (len(not_made) - refused, "failed to plan"))
-    if any(count for count, _ in counts):
+    expected = [one.expected for one in report.refused if one.at >= started]
+    counts = ((expected.count(True), "refused"), (expected.count(False), "failed to plan"))
+    if expected:
         parts.append(", ".join(f"{count} {what}" for count, what in counts if count))
     if drafted := run.drafted:
         drafts = run.drafts
         accepted = sum(one.accepted for one in drafts)
         lengths = sorted({one.num_speculative_tokens for one in drafts})
-        steps = sum(one.steps for one in drafts)
-        mean = sum(one.num_speculative_tokens * one.steps for one in drafts) / steps
-        among = (
-            f"k {lengths[0]} to {lengths[-1]}, mean {mean:.1f}" if lengths[1:] else f"k {mean:g}"
-        )
+        among = f"k {lengths[0]}"
+        if lengths[1:]:
+            among += f" to {lengths[-1]}, mean {mean_length(drafts):.1f}"
         parts.append(f"{among}, {accepted} of {drafted} draft tokens accepted")
         if repeated := sum(one.repeated_drafted for one in drafts):
             accepted = sum(one.repeated_accepted for one in drafts)
@@ -159,13 +150,20 @@ def _saved(batches: Sequence[BatchSavings]) -> list[str]:
     """What layouts and drafts saved, if they made a difference."""
     if not batches:
         return []
-    realised = reduce(add, [one.realised for one in batches])
+    predicted, realised = _totals(batches)
     if realised.fixed == realised.drafting:
         return []
-    predicted = reduce(add, [one.predicted for one in batches])
     saved = f"saved {realised.saved_by_layouts:.0%} by layouts"
     expected = f"predicted {predicted.saved_by_layouts:.0%}"
     if realised.switching != realised.drafting:
         saved += f", {realised.saved_by_drafts:.0%} by drafts"
         expected += f", {predicted.saved_by_drafts:.0%}"
     return [f"{saved} over {batches[0].layout} without drafts (estimated; {expected})"]
+
+
+def _totals(batches: Sequence[BatchSavings]) -> tuple[BatchTimes, BatchTimes]:
+    """Of all batches together: as predicted, and as they came."""
+    return (
+        reduce(add, [one.predicted for one in batches]),
+        reduce(add, [one.realised for one in batches]),
+    )

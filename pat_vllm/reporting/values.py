@@ -307,21 +307,19 @@ class Report:
 
     A report may be asked for `since` a time. Then `switches`, `refused`, `timeline`, `drafts` and
     the predictor's decisions and savings hold only what happened at that time or later. The rest
-    is always about the whole life of the engine.
+    is always about the whole life of the engine. Records are the oldest first; of switches, refused
+    ones, samples and drafts at most the last `history.MAX_RECORDS` are kept.
 
     Attributes:
         layout: the active layout.
         layouts: all layouts that the engine keeps ready, the base layout first.
-        switches: oldest first; at most the last `history.MAX_RECORDS`.
-        refused: switches that were not made, oldest first; at most the last `history.MAX_RECORDS`.
-        timeline: a sample per change of the layout or of the number of unfinished requests, oldest
-            first; at most the last `history.MAX_RECORDS`.
+        refused: switches that were not made.
+        timeline: a sample per change of the layout or of the number of unfinished requests.
         steps: by layout.
         predictor: what the predictor policy did; empty for other policies.
         errors: switches that failed for an unexpected reason and were undone. The engine's log has
             their tracebacks.
-        drafts: for engines that speculate, by replica over time, oldest first; at most the last
-            `history.MAX_RECORDS`.
+        drafts: for engines that speculate, by replica over time.
         chosen: why these layouts, and what they leave for KV, in a line.
         later_turns: requests that continued an ended one, as an agent's turns do after the first.
     """

@@ -18,7 +18,7 @@ from pat_vllm.gpus import Device
 from pat_vllm.kv_transfer.plan import ROUNDS
 from pat_vllm.memory.buffers import EngineShape, all_buffers
 from pat_vllm.memory.estimate import estimate, staged_share
-from pat_vllm.memory.model import ModelShape
+from pat_vllm.model_size import ModelSize
 from pat_vllm.worker.layout_config import resolve_weights
 from tests.engine.specs import COPIES, FOUR_RANKS, IN_PLACE, LATENT, UPDATES
 from tests.support.pool import EngineSpec
@@ -135,7 +135,7 @@ def _staged_by_a_full_switch(worker: Any) -> int:
 # ---------------------------------------------------------------- in the process of the tests
 
 
-def arithmetic_of(llm: Any) -> tuple[ModelShape, EngineShape]:
+def arithmetic_of(llm: Any) -> tuple[ModelSize, EngineShape]:
     """What the arithmetic is told of an engine."""
     config = llm.llm_engine.vllm_config
     scheduler, speculative = config.scheduler_config, config.speculative_config
@@ -153,7 +153,7 @@ def arithmetic_of(llm: Any) -> tuple[ModelShape, EngineShape]:
         attention="CPU_ATTN",
         num_speculative_tokens=speculative.num_speculative_tokens if speculative else 0,
     )
-    return ModelShape.from_config(model, dtype_bytes=4), engine
+    return ModelSize.of(model, dtype_bytes=4), engine
 
 
 def check_allocated(llm: Any) -> None:

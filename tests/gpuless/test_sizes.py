@@ -11,7 +11,7 @@ from vllm.v1.worker.gpu.sample import logit_bias
 
 from pat_vllm import model_size
 from pat_vllm.kernels import swap
-from pat_vllm.memory import buffers, estimate, model
+from pat_vllm.memory import buffers, estimate
 
 CAPABILITY = "9.0"
 
@@ -38,4 +38,4 @@ def test_buffers() -> None:
 
 def test_weights() -> None:
     assert vocab_parallel_embedding.DEFAULT_VOCAB_PADDING_SIZE == model_size.VOCAB_PADDING
-    assert swap._CHUNK_BYTES == model.SWAP_CHUNK_BYTES
+    assert swap._CHUNK_BYTES == model_size.SWAP_CHUNK_BYTES

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from pat_vllm.kinds import FullAttention, StateKind
 
@@ -21,10 +20,7 @@ class LaterHalf(StateKind):
     """
 
     title = "later halves"
+    spec_name = "LaterHalfSpec"
 
-    @classmethod
-    def serves(cls, spec: Any) -> bool:
-        return type(spec).__name__ == "LaterHalfSpec"
-
-    def held(self, tokens: int) -> range:
-        return range(tokens // 2 // self.block_size, -(-tokens // self.block_size))
+    def skipped(self, tokens: int) -> int:
+        return tokens // 2

@@ -199,14 +199,3 @@ def test_the_chance_follows_what_is_asked_for_again() -> None:
     for _ in range(100):
         chains.arrived(chain("ab"), 1000)
     assert chains.chance <= 1.0
-
-
-def test_the_chance_grows_although_nothing_was_carried() -> None:
-    """Turns of eight trajectories in lockstep, whose caches each switch drops."""
-    chains, chances = Chains(), []
-    for turn in range(1, 5):
-        for one in "abcdefgh":
-            chains.arrived(chain(one * (turn - 1)), 0)
-            chains.ended(chain(one * turn), turn)
-        chances.append(chains.chance)
-    assert chances == sorted(chances) and chances[-1] > 0.5

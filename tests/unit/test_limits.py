@@ -103,10 +103,3 @@ def test_narrower_limits_grow_too() -> None:
     """As vLLM has them for requests that run and tokens that are scheduled."""
     for given_, limit, expected in ((None, 100, None), (10, 100, 40), (50, 100, 100)):
         assert narrower_limit(given_, LAYOUTS[2], limit, EVERY_LAYOUT) == expected
-
-
-def test_drafts_have_tokens() -> None:
-    """Of 256 requests with 63 drafts each, which the engine's own limits have room for."""
-    for layout in LAYOUTS:
-        limits = layout_limits(layout, Limits(256, 16384), EVERY_LAYOUT, tokens_per_seq=64)
-        assert limits.max_num_batched_tokens == 64 * limits.max_num_seqs

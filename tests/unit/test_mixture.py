@@ -47,17 +47,3 @@ def test_what_does_not_fit_is_named(
 ) -> None:
     with pytest.raises(ValueError, match=f"tp=4 with pat.experts='{wanted}': .*{reason}"):
         mixture.layouts(tps, 4, wanted)
-
-
-def test_configs() -> None:
-    """Field names of Qwen3, Mixtral and GLM; a dense model."""
-    for config, expected in (
-        ({"num_experts": 128, "moe_intermediate_size": 768, "intermediate_size": 6144}, (128, 768)),
-        ({"num_local_experts": 8, "intermediate_size": 14336}, (8, 14336)),
-        (
-            {"n_routed_experts": 96, "moe_intermediate_size": 1408, "intermediate_size": 10944},
-            (96, 1408),
-        ),
-    ):
-        assert Mixture.from_config(config) == Mixture(*expected)
-    assert Mixture.from_config({"intermediate_size": 14336, "num_experts": 0}) is None

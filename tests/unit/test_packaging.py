@@ -102,15 +102,9 @@ NOISY = "import sys; print('noise\\n' * 300); sys.exit(int(sys.argv[1]))"
 @pytest.mark.parametrize("status", [0, 3])
 def test_installations_are_quiet_unless_they_fail(status: int) -> None:
     """What `make venv` runs pip with: two lines, or all of pip's."""
-    quietly = [
-        str(ROOT / ".ci" / "quietly"),
-        "installing",
-        sys.executable,
-        "-c",
-        NOISY,
-        str(status),
-    ]
-    done = subprocess.run(quietly, capture_output=True, text=True)
+    quietly = [str(ROOT / ".ci" / "quietly"), "installing", sys.executable]
+    command = [*quietly, "-c", NOISY, str(status)]
+    done = subprocess.run(command, capture_output=True, text=True)
     lines = done.stdout.splitlines()
     assert done.returncode == status and lines[0] == "installing"
     assert lines[-1].startswith("installing: failed after" if status else "installing: done in")

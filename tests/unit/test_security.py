@@ -22,28 +22,12 @@ from pat_vllm.text_only import command_without_vision_and_audio, starting_with_s
 ROOT = Path(__file__).parents[2]
 SHIPPED = ("pat_vllm", "integrations")
 
-RUN_CODE = {
-    "cloudpickle",
-    "dill",
-    "jsonpickle",
-    "joblib",
-    "marshal",
-    "pickle",
-    "shelve",
-    "_pickle",
-}
+RUN_CODE = {"cloudpickle", "dill", "jsonpickle", "joblib", "marshal", "pickle", "shelve"}
+RUN_CODE |= {"_pickle"}
 """Modules that make objects, and may run code, of what they read."""
-LOADERS = {
-    # torch.load unpickles; numpy's and pandas' may; yaml's may make any object.
-    "allow_pickle",
-    "from_pickle",
-    "read_pickle",
-    "torch.load",
-    "np.load",
-    "numpy.load",
-    "yaml.load",
-    "yaml.unsafe_load",
-}
+LOADERS = {"torch.load", "np.load", "numpy.load", "yaml.load", "yaml.unsafe_load"}
+LOADERS |= {"allow_pickle", "from_pickle", "read_pickle"}
+"""torch.load unpickles; numpy's and pandas' may; yaml's may make any object."""
 CALLS_OF_THE_USER = {
     "pat_vllm/executor/executor.py": {"import cloudpickle", "cloudpickle.dumps(method)"},
     "pat_vllm/worker/updates.py": {"import cloudpickle", "cloudpickle.loads(method)"},

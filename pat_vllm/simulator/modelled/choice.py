@@ -17,8 +17,8 @@ from pat_vllm.gpus import Device, Gpu, gib, known_gpu
 from pat_vllm.layout import Layout
 from pat_vllm.memory.buffers import EngineShape
 from pat_vllm.memory.estimate import RankMemory, estimate, static_engine
-from pat_vllm.memory.model import ModelShape
 from pat_vllm.mixture import Mixture, WantedExperts
+from pat_vllm.model_size import ModelSize
 from pat_vllm.simulator.modelled.batch_time import Load, batch_seconds
 from pat_vllm.simulator.modelled.roofline import Machine
 from pat_vllm.speculation import draft_lengths
@@ -84,7 +84,7 @@ def choose(
     """
     mixture = Mixture.from_config(model_config)
     try:
-        model = ModelShape.from_config(model_config, dtype_bytes)
+        model = ModelSize.of(model_config, dtype_bytes)
     except ValueError:  # of a kind whose sizes are not known
         model = None
     search = _Search(pat, replace(engine, pat=pat), ranks, mixture, model, device)
@@ -129,7 +129,7 @@ class _Search:
     engine: EngineShape
     ranks: int
     mixture: Mixture | None
-    model: ModelShape | None
+    model: ModelSize | None
     device: Device | None
 
     @cached_property

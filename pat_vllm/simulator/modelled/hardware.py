@@ -23,8 +23,8 @@ from pat_vllm.layout import Layout
 from pat_vllm.limits import Limits
 from pat_vllm.memory.buffers import EngineShape
 from pat_vllm.memory.estimate import estimate, static_engine
-from pat_vllm.memory.model import ModelShape
 from pat_vllm.mixture import Mixture, WantedExperts
+from pat_vllm.model_size import ModelSize
 from pat_vllm.profiling.profile import Profile, StepSample, StepShape, SwitchSample
 from pat_vllm.simulator.modelled.figures import (
     COMPUTE_EFFICIENCY,
@@ -91,7 +91,7 @@ def modelled_profile(
     if ranks < 1:
         raise ValueError(f"ranks must be at least 1, got {ranks}")
     name = name or _known_name(model_config)
-    shape = ModelShape.from_config(model_config)
+    shape = ModelSize.of(model_config)
     machine = Machine(shape, figures, drafting)
     mixture = Mixture.from_config(model_config)
     lengths = tuple(sorted({*draft_lengths} - {0}))
@@ -167,7 +167,7 @@ def modelled_profile(
 
 
 def _kv_tokens(
-    model: ModelShape, engine: EngineShape, device: Device, static: bool
+    model: ModelSize, engine: EngineShape, device: Device, static: bool
 ) -> dict[int, int]:
     """Tokens whose KV a replica has room for, by tp."""
     if not static:

@@ -11,7 +11,7 @@ from math import log2
 
 from pat_vllm.gpus import Gpu
 from pat_vllm.layout import Layout
-from pat_vllm.memory.model import ModelShape
+from pat_vllm.model_size import ModelSize
 from pat_vllm.profiling.profile import SwitchSample
 from pat_vllm.simulator.modelled.expert_load import ExpertLoad, busiest, hot_experts
 from pat_vllm.simulator.modelled.figures import (
@@ -52,7 +52,7 @@ class Machine:
         drafting: seconds that a drafter adds to a step in which it runs; an assumption.
     """
 
-    model: ModelShape
+    model: ModelSize
     gpu: Gpu
     drafting: float = 0.0
 

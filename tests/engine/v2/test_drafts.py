@@ -16,7 +16,7 @@ import pytest
 
 import pat_vllm
 from pat_vllm.memory.buffers import EngineShape, all_buffers
-from pat_vllm.memory.model import ModelShape
+from pat_vllm.model_size import ModelSize
 from pat_vllm.scheduler.replica import Replica
 from tests.engine.specs import V2_CHUNK, V2_DRAFTS, V2_NGRAM
 from tests.engine.speculation.steps import counted
@@ -133,7 +133,7 @@ def test_buffers_are_as_computed(served: Served, spec: EngineSpec) -> None:
         attention="CPU_ATTN",
         num_speculative_tokens=V2_NGRAM["num_speculative_tokens"],
     )
-    buffers = all_buffers(ModelShape.from_config(config, dtype_bytes=4), shape)
+    buffers = all_buffers(ModelSize.of(config, dtype_bytes=4), shape)
     expected = [sum(one.on_cpu for one in of_layout) for of_layout in buffers]
     for rank in llm.collective_rpc(allocated):
         for size, computed, largest in zip(rank["runners"], expected, rank["largest"], strict=True):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import stat
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +15,8 @@ import pytest
 from pat_vllm.drafts import history_file
 from pat_vllm.drafts.corpus import Corpus, key_of
 from pat_vllm.drafts.history_file import HistoryFile
-from pat_vllm.files.aside import SET_ASIDE
 from pat_vllm.files.reading import FileError
+from pat_vllm.files.writing import SET_ASIDE
 
 VOCAB = 1 << 31
 KEYS = [key_of([1]), key_of([2]), key_of([1], "salt")]
@@ -98,75 +100,38 @@ def test_tokens_that_the_model_does_not_have_are_no_drafts(path: Path) -> None:
     assert salt and salt != HistoryFile(path, 513).load(Corpus(1 << 20))
 
 
-def damaged(path: Path) -> None:
+def flip(path: Path, where: Callable[[bytearray], int]) -> None:
     whole = bytearray(path.read_bytes())
-    whole[len(whole) // 2] ^= 1
+    whole[where(whole)] ^= 1
     path.write_bytes(whole)
 
 
-def encrypted(path: Path) -> None:
-    whole = bytearray(path.read_bytes())
-    whole[whole.index(b"PK\x01\x02") + 8] |= 1
-    path.write_bytes(whole)
+def rewrite(
+    path: Path, save: Callable[..., None] = np.savez, **changed: Callable[..., Any]
+) -> None:
+    with np.load(path) as had:
+        save(path, **{**had, **{name: change(had[name]) for name, change in changed.items()}})
 
 
-def cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-100])
+HARM: dict[str, Callable[[Path], Any]] = {
+    "damaged": lambda path: flip(path, lambda whole: len(whole) // 2),
+    "encrypted": lambda path: flip(path, lambda whole: whole.index(b"PK\x01\x02") + 8),
+    "cut off": lambda path: path.write_bytes(path.read_bytes()[:-100]),
+    "compressed": lambda path: rewrite(path, np.savez_compressed),
+    "other arrays": lambda path: np.savez(path, tokens=np.zeros(3)),
+    "other sizes": lambda path: rewrite(path, sizes=lambda had: had + 1),
+    "more tokens": lambda path: rewrite(path, tokens=lambda had: np.append(had, np.int32(5))),
+    "no tokens": lambda path: rewrite(path, tokens=lambda had: had - 5),
+    "pickled": lambda path: rewrite(path, keys=lambda had: np.array([{}], object)),
+}
 
 
-def compressed(path: Path) -> None:
-    with np.load(path) as arrays:
-        np.savez_compressed(path, **arrays)
-
-
-def other_arrays(path: Path) -> None:
-    np.savez(path, tokens=np.zeros(3))
-
-
-def other_sizes(path: Path) -> None:
-    with np.load(path) as arrays:
-        np.savez(path, **{**arrays, "sizes": arrays["sizes"] + 1})
-
-
-def more_tokens(path: Path) -> None:
-    with np.load(path) as arrays:
-        np.savez(path, **{**arrays, "tokens": np.append(arrays["tokens"], np.int32(5))})
-
-
-def no_tokens(path: Path) -> None:
-    with np.load(path) as arrays:
-        np.savez(path, **{**arrays, "tokens": arrays["tokens"] - 5})
-
-
-def pickled(path: Path) -> None:
-    with np.load(path) as arrays:
-        np.savez(path, **{**arrays, "keys": np.array([{}], object)})
-
-
-def text(path: Path) -> None:
-    path.write_text("no archive")
-
-
-@pytest.mark.parametrize(
-    "harm",
-    [
-        damaged,
-        encrypted,
-        cut,
-        compressed,
-        other_arrays,
-        other_sizes,
-        more_tokens,
-        no_tokens,
-        pickled,
-        text,
-    ],
-)
+@pytest.mark.parametrize("harm", HARM.values(), ids=HARM)
 def test_what_cannot_be_read_is_set_aside(
-    harm: object, path: Path, caplog: pytest.LogCaptureFixture
+    harm: Callable[[Path], Any], path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     HistoryFile(path, VOCAB).close(corpus_of((0, list(range(100))), (1, [2])))
-    harm(path)  # type: ignore[operator]
+    harm(path)
     with pytest.raises(FileError, match=path.name):
         history_file.read_rows(path)
     with caplog.at_level(logging.WARNING):

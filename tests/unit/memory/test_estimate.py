@@ -1,8 +1,7 @@
 """What an engine takes of a GPU, estimated; what of that its KV cache is sized by; the bars.
 
-`pytest -s` prints what benchmarks/results/2026-11-25-memory-h100.md says of the KV cache. With real
-engines and vLLM's own objects the arithmetic is compared in tests/engine/test_memory.py and
-tests/vllm/memory/test_mixtures.py.
+With real engines and vLLM's own objects the arithmetic is compared in tests/engine/test_memory.py
+and tests/vllm/memory/test_mixtures.py.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from pat_vllm.gpus import GPUS
 from pat_vllm.known_models import MODEL_SHAPES
 from pat_vllm.kv_transfer.plan import ROUNDS
 from pat_vllm.layout import Layout
-from pat_vllm.memory.buffers import EngineShape, all_buffers, pinned_bytes, runner_buffers
+from pat_vllm.memory.buffers import EngineShape, all_buffers, runner_buffers
 from pat_vllm.memory.estimate import (
     Measured,
     RankMemory,
@@ -33,8 +32,8 @@ from pat_vllm.memory.estimate import (
     staged_share,
     static_engine,
 )
-from pat_vllm.memory.model import ModelShape
 from pat_vllm.mixture import Mixture, WantedExperts
+from pat_vllm.model_size import ModelSize
 from pat_vllm.profiling.profile import Profile
 from pat_vllm.simulator.modelled.hardware import modelled_profile
 
@@ -43,21 +42,11 @@ LAYOUTS = tuple(Layout.of(tp, 8) for tp in (1, 2, 4, 8))
 BOTH_KINDS = Mixture(128, 768).layouts((1, 2, 4, 8), 8, "auto")
 H100 = GPUS["H100"].device
 
-LLAMA_8B, QWEN3_30B_A3B = (
-    ModelShape.from_config(MODEL_SHAPES[name]) for name in ("llama-3.1-8b", "qwen3-30b-a3b")
-)
-QWEN3_32B = ModelShape.from_config(
-    {
-        **MODEL_SHAPES["qwen3-14b"],
-        "intermediate_size": 25600,
-        "num_hidden_layers": 64,
-        "num_attention_heads": 64,
-    }
+LLAMA_8B, QWEN3_30B_A3B, QWEN3_32B = (
+    ModelSize.of(MODEL_SHAPES[name]) for name in ("llama-3.1-8b", "qwen3-30b-a3b", "qwen3-32b")
 )
 PARAMETERS = {LLAMA_8B: 8_030_261_248, QWEN3_32B: 32_762_123_264, QWEN3_30B_A3B: 30_532_122_624}
 """As the published checkpoints have them."""
-NAMES = {LLAMA_8B: "Llama-3.1-8B", QWEN3_32B: "Qwen3-32B"}
-DENSE = pytest.mark.parametrize("model", NAMES, ids=NAMES.get)
 
 AS_GIVEN = PATConfig(limits_per="replica")
 
@@ -111,7 +100,7 @@ def test_a_layer_is_sent_to_each_rank_with_the_same_heads(kv_heads: int, sent: i
 
 
 @pytest.mark.parametrize("model", PARAMETERS, ids=["8B", "32B", "30B-A3B"])
-def test_weights_are_those_of_the_checkpoint(model: ModelShape) -> None:
+def test_weights_are_those_of_the_checkpoint(model: ModelSize) -> None:
     assert model.weight_bytes(1) == pytest.approx(2 * PARAMETERS[model], rel=1e-4)
     for tp in (2, 4):
         assert model.weight_bytes(tp) == pytest.approx(2 * PARAMETERS[model] / tp, rel=2e-3)
@@ -134,7 +123,7 @@ def test_kv_of_a_token() -> None:
 
 def test_a_replica_holds_as_many_latent_vectors_at_any_tp() -> None:
     """So what an engine holds falls with tp, where of other models it stays."""
-    v2_lite = ModelShape.from_config(MODEL_SHAPES["deepseek-v2-lite"])
+    v2_lite = ModelSize.of(MODEL_SHAPES["deepseek-v2-lite"])
     assert v2_lite.kv_bytes_per_token(1) == v2_lite.kv_bytes_per_token(8) == 27 * 576 * 2
     assert v2_lite.rotary_bytes == 163840 * 64 * 2
     latent, heads = (estimate(one, pat(), H100).kv_tokens for one in (v2_lite, LLAMA_8B))
@@ -153,7 +142,7 @@ def test_a_replica_holds_as_many_latent_vectors_at_any_tp() -> None:
 
 def test_states_of_linear_attention() -> None:
     """Those of Qwen3-Next, beside the KV of a quarter of its layers."""
-    model = ModelShape.from_config(MODEL_SHAPES["qwen3-next-80b-a3b"])
+    model = ModelSize.of(MODEL_SHAPES["qwen3-next-80b-a3b"])
     assert model.kv_bytes_per_token(1) == 12 * 2 * 2 * 256 * 2
     assert model.kv_bytes_per_token(4) == model.kv_bytes_per_token(2), "heads are replicated"
     of_layer = (32 * 128 * 128 + 3 * (2 * 16 + 32) * 128) * 2
@@ -171,13 +160,12 @@ def test_states_of_linear_attention() -> None:
 def test_what_one_size_of_blocks_costs(name: str, cost: tuple[float, float]) -> None:
     """Share of the contexts of 32K that a group of 4 or 8 ranks holds less of, in the same memory,
     because its blocks are as long as those of the base layout."""
-    model = ModelShape.from_config(MODEL_SHAPES[name])
+    model = ModelSize.of(MODEL_SHAPES[name])
     layouts = tuple(Layout.of(tp, 8) for tp in (2, 4, 8))
     engine = EngineShape(layouts, max_model_len=32768, kv_cache_memory_bytes=40 << 30)
     tokens = estimate(model, engine, H100).kv_tokens
     for layout, lost in zip(layouts, (0.0, *cost), strict=True):
         alone = estimate(model, static_engine(engine, layout), H100).kv_tokens[layout.tp]
-        print(f"{name}, {layout}: {tokens[layout.tp]:,} of {alone:,} tokens")
         assert 1 - tokens[layout.tp] / alone == pytest.approx(lost, abs=0.001)
 
 
@@ -221,19 +209,18 @@ def test_pinned_memory() -> None:
 
     With drafts they are on the device, beside the bits of grammars for each draft.
     """
-    stock = all_buffers(LLAMA_8B, static())
-    assert pinned_bytes(stock) == 256 * 32768 * 4
-    drafting = all_buffers(LLAMA_8B, static(num_speculative_tokens=8))
-    assert pinned_bytes(drafting) == 0
-    more = sum(buffer.device for buffer in drafting[0]) - sum(buffer.device for buffer in stock[0])
-    assert more == 256 * 32768 * 4 + 256 * 8 * (128256 // 8)
+    stock, drafting = (
+        estimate(LLAMA_8B, static(num_speculative_tokens=drafts), H100) for drafts in (0, 8)
+    )
+    assert (stock.pinned, drafting.pinned) == (256 * 32768 * 4, 0)
+    assert drafting.buffers - stock.buffers == 256 * 32768 * 4 + 256 * 8 * (128256 // 8)
 
 
 # -------------------------------------------------------------------- a rank
 
 
 def added(
-    model: ModelShape, base_tp: int = 1, **options: Any
+    model: ModelSize, base_tp: int = 1, **options: Any
 ) -> tuple[RankMemory, RankMemory, float]:
     """What a static engine and PAT's take, and by what part PAT's KV cache is smaller, but for the
     CUDA graphs and communicators of further layouts, which stock vLLM has at their tp.
@@ -252,10 +239,10 @@ def _of_layouts(memory: RankMemory) -> int:
     return memory.graphs + memory.communicators
 
 
-@DENSE
+@pytest.mark.parametrize("model", [LLAMA_8B, QWEN3_32B], ids=["8B", "32B"])
 @pytest.mark.parametrize("seqs, tokens", [(1024, 16384), (256, 2048), (64, 8192)])
 def test_pat_takes_at_most_three_percent_of_the_kv_cache(
-    model: ModelShape, seqs: int, tokens: int
+    model: ModelSize, seqs: int, tokens: int
 ) -> None:
     """Beside weights, and the CUDA graphs and communicators that a tp has in stock vLLM, too.
 
@@ -284,7 +271,7 @@ def test_pat_takes_at_most_three_percent_of_the_kv_cache(
 @pytest.mark.parametrize(
     "model, base_tp", [(LLAMA_8B, 1), (QWEN3_32B, 2), (QWEN3_32B, 1)], ids=["8B", "32B", "32B at 1"]
 )
-def test_what_the_kv_cache_loses(model: ModelShape, base_tp: int) -> None:
+def test_what_the_kv_cache_loses(model: ModelSize, base_tp: int) -> None:
     """By further layouts; by limits that grow with the ranks, of 256 requests a rank."""
     stock, engine, own = added(model, base_tp)
     assert communicator_bytes(2, GPUS["A40"].device) < communicator_bytes(2, H100)
@@ -292,11 +279,6 @@ def test_what_the_kv_cache_loses(model: ModelShape, base_tp: int) -> None:
     assert engine.communicators == sum(communicator_bytes(tp, H100) for tp in groups)
     _, most, grown = added(model, base_tp, pat=PATConfig())
     assert 0 <= own <= grown < 0.11 and stock.kv > engine.kv > most.kv
-    print(f"{NAMES[model]}, base_tp={base_tp}:")
-    for title, one in (("static", stock), ("PAT", engine), ("PAT, limits per rank", most)):
-        print(f"  {title}: {one.kv / 2**30:.2f} GiB, graphs {one.graphs / 2**30:.2f} GiB,", end="")
-        print(f" communicators {one.communicators / 2**30:.2f} GiB, {1 - one.kv / stock.kv:.2%}")
-    print(f"  without graphs and communicators: {own:.2%}, per rank {grown:.2%}")
 
 
 def test_a_mixture_shares_its_workspace_and_the_groups_of_a_tp() -> None:
@@ -335,7 +317,7 @@ def test_kv_cache_as_a_user_says() -> None:
 # -------------------------------------------------------------------- who else says it
 
 
-def measured_by_a_worker(model: ModelShape, engine: EngineShape, gpu: str) -> int:
+def measured_by_a_worker(model: ModelSize, engine: EngineShape, gpu: str) -> int:
     """The KV cache of an engine whose rank allocates what its checkpoint and layouts take.
 
     Its layouts are measured one after another, the base layout last (`PATGPUWorker`).
@@ -359,7 +341,7 @@ def measured_by_a_worker(model: ModelShape, engine: EngineShape, gpu: str) -> in
     return kv_cache_bytes(measured, sum(graphs), late, share)
 
 
-def tokens_by_bytes(model: ModelShape, profile: Profile) -> dict[int, int]:
+def tokens_by_bytes(model: ModelSize, profile: Profile) -> dict[int, int]:
     """Bytes of the KV that a simulated rank has, by tp."""
     return {tp: n * model.kv_bytes_per_token(tp) for tp, n in profile.kv_tokens.items()}
 
@@ -371,7 +353,7 @@ def tokens_by_bytes(model: ModelShape, profile: Profile) -> dict[int, int]:
     ids=["8B", "30B-A3B"],
 )
 def test_simulator_advise_and_doctor_grant_what_an_engine_has(
-    name: str, model: ModelShape, gpu: str
+    name: str, model: ModelSize, gpu: str
 ) -> None:
     """PAT's KV in every layout, to 2% of what a worker would measure; and static engines'."""
     asked = AdviseOptions(name, gpu, 8, responses=16, max_tokens=256, iterations=2)
@@ -405,7 +387,7 @@ def test_simulator_advise_and_doctor_grant_what_an_engine_has(
 def test_static_engines_have_more_kv_than_pats(name: str) -> None:
     ours, alone = (modelled_profile(name, "H200", 8, static=static) for static in (False, True))
     assert ours.layouts == alone.layouts and alone.key["static"] and "static" not in ours.key
-    one, base = ModelShape.from_config(MODEL_SHAPES[name]).kv_heads, ours.layouts[0].tp
+    one, base = ModelSize.of(MODEL_SHAPES[name]).kv_heads, ours.layouts[0].tp
     assert base == (2 if name == "qwen3-next-80b-a3b" else 1), "where the weights fit"
     for tp in {layout.tp for layout in ours.layouts}:
         more = min(tp, one) / min(base, one)

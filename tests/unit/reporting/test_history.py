@@ -11,13 +11,13 @@ import pytest
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.decisions import MAX_DECISIONS, Decisions
 from pat_vllm.reporting import (
-    MAX_RECORDS,
     DraftCounts,
     DraftSample,
     History,
     RefusedSwitch,
 )
 from pat_vllm.reporting import history as history_module
+from pat_vllm.reporting.history import MAX_RECORDS
 from pat_vllm.reporting.run import drafts_over_time
 from tests.unit.reporting.samples import ONE, TWO, decision_report, switch_report
 

@@ -15,10 +15,9 @@ from pat_vllm.reporting import (
     PredictorReport,
     RefusedSwitch,
     Report,
-    describe,
-    describe_awaited,
     text,
 )
+from pat_vllm.reporting.text import describe, describe_awaited
 from tests.unit.reporting.samples import ONE, TWO, switch_report
 
 REFUSED = RefusedSwitch(22.0, ONE, TWO, "no room")

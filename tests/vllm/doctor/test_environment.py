@@ -11,7 +11,7 @@ import pytest
 from pat_vllm.child import Events
 from pat_vllm.doctor.arithmetic import ARCHITECTURES
 from pat_vllm.doctor.environment import FACTS, Facts, environment_checks, look
-from pat_vllm.memory.model import ModelShape
+from pat_vllm.model_size import ModelSize
 from tests.support.models import random_model
 
 MISTRAL = """{
@@ -53,7 +53,7 @@ def test_latent_and_linear_attention(model: str, attention: str) -> None:
     facts = facts_of(folder)
     assert (facts.refused, facts.attention) == (None, attention)
     given = json.loads((folder / "config.json").read_text())
-    assert ModelShape.from_config(facts.config) == ModelShape.from_config(given)
+    assert ModelSize.of(facts.config) == ModelSize.of(given)
     assert facts.config["model_type"] in ARCHITECTURES
 
 

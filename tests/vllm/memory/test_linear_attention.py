@@ -23,7 +23,7 @@ from pat_vllm.known_models import MODEL_SHAPES
 from pat_vllm.layout import Layout
 from pat_vllm.memory.buffers import EngineShape
 from pat_vllm.memory.estimate import estimate
-from pat_vllm.memory.model import ModelShape
+from pat_vllm.model_size import ModelSize
 from pat_vllm.worker.layout_config import keep_block_size, kinds_of, layout_kv_cache_config
 from tests.gpuless.planning import planning
 
@@ -78,7 +78,7 @@ def slot(config: VllmConfig) -> MambaSpec:
 
 
 def test_vllms_own_blocks_are_as_computed(configs: dict[int, VllmConfig]) -> None:
-    model = ModelShape.from_config(SIZES)
+    model = ModelSize.of(SIZES)
     for tp, config in configs.items():
         Platform._align_hybrid_block_size(config, Backend)  # type: ignore[arg-type]
         assert config.cache_config.block_size == model.block_size(tp, 16)
@@ -118,7 +118,7 @@ def test_contexts_that_fit(configs: dict[int, VllmConfig], blocks: int, base_tp:
     planned = planning.get_kv_cache_config_from_groups(base, groups, kv)
     layouts = [Layout.of(tp, 8) for tp in (1, 2, 4, 8) if tp >= base_tp]
     kinds = kinds_of(planned, layouts[0], num_kv_heads=2)
-    model, context = ModelShape.from_config(SIZES), blocks * size
+    model, context = ModelSize.of(SIZES), blocks * size
     shape = EngineShape(
         tuple(layouts), max_model_len=context, block_size=16, kv_cache_memory_bytes=kv
     )

@@ -16,7 +16,6 @@ from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExpert
 
 from pat_vllm.known_models import MODEL_SHAPES
 from pat_vllm.layer_sizes import ExpertSizes
-from pat_vllm.memory.model import ModelShape
 from pat_vllm.mixture import Mixture
 from pat_vllm.model_size import ModelSize
 from tests.support.models import random_model
@@ -50,7 +49,7 @@ def parameter_bytes(model: nn.Module) -> int:
 @pytest.mark.parametrize("name", MODELS)
 def test_weights_are_those_that_vllm_makes(name: str) -> None:
     """The most that a rank of a layout has, to 1%: norms are left out."""
-    shape = ModelShape.from_config(config_of(name), dtype_bytes=4)
+    shape = ModelSize.of(config_of(name), dtype_bytes=4)
     vllm_config = vllm_config_for(random_model(name), tp=1)
     for layout in LAYOUTS:
         sizes = [
@@ -65,7 +64,7 @@ def test_a_workspace_is_what_vllms_experts_ask_for() -> None:
     """Of one layer's shapes in every layout: the two buffers, of which one becomes the output."""
     experts = TritonExperts.__new__(TritonExperts)
     for intermediate in (768, 4096):
-        model = ModelShape.from_config({**QWEN3, "moe_intermediate_size": intermediate})
+        model = ModelSize.of({**QWEN3, "moe_intermediate_size": intermediate})
         for layout in Mixture(128, intermediate).layouts((1, 2, 4, 8), 8, "auto"):
             spread = layout.experts == "ep"
             width = intermediate if spread else intermediate // layout.tp

@@ -14,7 +14,7 @@ from pat_vllm.kinds import class_of
 from pat_vllm.layout import Layout
 from pat_vllm.memory.buffers import EngineShape
 from pat_vllm.memory.estimate import estimate
-from pat_vllm.memory.model import ModelShape
+from pat_vllm.model_size import ModelSize
 from tests.gpuless.planning import planning
 
 BLOCK, KV = 16, 4 << 30
@@ -60,7 +60,7 @@ def test_contexts_that_fit(every: int, context: int, tp: int) -> None:
         a_context += len(kind.of(group.kv_cache_spec, 4, layers=1).held(context))
     fits = planned.num_blocks / a_context * context
 
-    model = ModelShape.from_config(
+    model = ModelSize.of(
         GEMMA3 | {"layer_types": [f"{kind}_attention" for kind in kinds]}, dtype_bytes=2
     )
     shape = EngineShape(

@@ -12,7 +12,7 @@ MUTATIONS = mutations({
         ("short matches draft", "drafts.suffix:draft", "best, place, in_own = shortest - 1, -1, True", "best, place, in_own = 0, -1, True"),
         ("a draft goes on in the next text", "drafts.suffix:draft", " and others[place + 1 + count] != _BETWEEN\n", "\n"),
         ("what ended so once goes on for ever", "drafts.suffix:draft", "(count < period or best >= period)", "True"),
-        ("a corpus grows", "drafts.corpus:Corpus._append", "self.forget_to(self._max_bytes)", "pass"),
+        ("a corpus grows", "drafts.corpus:Corpus.restore", "self.forget_to(self._max_bytes)", "pass"),
         ("a long response hides those before it", "drafts.corpus:Corpus.latest", "if len(row.tokens) <= max_tokens:", "if len(row.tokens) > max_tokens:\n                break\n            else:"),
         ("the oldest rows are given", "drafts.corpus:Corpus.latest", "reversed(self._rows.get(key, ()))", "self._rows.get(key, ())"),
         ("salts are not looked at", "drafts.corpus:key_of", 'if salt else b""', 'if False else b""'),
@@ -27,7 +27,7 @@ MUTATIONS = mutations({
         ("what begins with responses has no salt", "drafts.history_file:HistoryFile.load", "return digest", "return 0"),
         ("some damage stops an engine", "drafts.history_file:read_rows", "except Exception as", "except ValueError as"),
         ("compressed files are taken", "drafts.history_file:read_rows", "one.compress_type != zipfile.ZIP_STORED", "False"),
-        ("a file that cannot be read stays", "files.aside:set_aside", "os.replace(path, aside)", "pass"),
+        ("a file that cannot be read stays", "files.writing:set_aside", "os.replace(path, aside)", "pass"),
         ("others may read responses", "drafts.history_file:write_rows", "private=True", "private=False"),
     ],
     "tests/vllm/scheduler/test_draft_rows.py": [

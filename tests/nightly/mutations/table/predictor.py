@@ -146,7 +146,7 @@ MUTATIONS = mutations({
         ("what was not carried is not asked for", "chains:Chains.arrived", "max(unused, *continued, 0)", "unused"),
     ],
     "tests/vllm/scheduler/test_groups.py + tests/unit/test_kinds.py": [
-        ("a window is a token shorter", "kinds:SlidingWindow.held", "self.window + 1", "self.window + 2"),
+        ("a window is a token shorter", "kinds:SlidingWindow.skipped", "self.window + 1", "self.window + 2"),
         ("a latent vector is cut as heads are", "kinds:LatentAttention.heads_in", "return 1", "return num_kv_heads"),
         ("a hit may lack what its window needs", "kinds:StateKind.longest_hit", "if gap is None:", "if True:"),
     ],

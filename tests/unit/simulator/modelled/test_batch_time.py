@@ -13,7 +13,7 @@ from pat_vllm.advice.rollouts import rollouts_of
 from pat_vllm.gpus import GPUS
 from pat_vllm.known_models import MODEL_SHAPES
 from pat_vllm.layout import Layout
-from pat_vllm.memory.model import ModelShape
+from pat_vllm.model_size import ModelSize
 from pat_vllm.simulator.modelled.batch_time import Load, batch_seconds
 from pat_vllm.simulator.modelled.roofline import Machine
 
@@ -102,4 +102,4 @@ def most_of(max_num_seqs: Mapping[int, int]) -> Callable[[Layout], int]:
 
 
 def _machine(model: str, gpu: str) -> Machine:
-    return Machine(ModelShape.from_config(MODEL_SHAPES[model], 2), GPUS[gpu])
+    return Machine(ModelSize.of(MODEL_SHAPES[model], 2), GPUS[gpu])

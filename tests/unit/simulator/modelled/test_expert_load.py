@@ -12,13 +12,13 @@ from pat_vllm.gpus import GPUS
 from pat_vllm.known_models import MODEL_SHAPES
 from pat_vllm.layer_sizes import ExpertSizes
 from pat_vllm.layout import Layout
-from pat_vllm.memory.model import ModelShape
+from pat_vllm.model_size import ModelSize
 from pat_vllm.profiling.profile import Profile
 from pat_vllm.simulator.modelled.expert_load import ExpertLoad, busiest, hot_experts
 from pat_vllm.simulator.modelled.hardware import modelled_profile
 from pat_vllm.simulator.modelled.roofline import Machine
 
-H200 = Machine(ModelShape.from_config(MODEL_SHAPES["qwen3-30b-a3b"]), GPUS["H200"])
+H200 = Machine(ModelSize.of(MODEL_SHAPES["qwen3-30b-a3b"]), GPUS["H200"])
 EIGHT = [
     Layout.parse(name)
     for name in ("tp1dp8", "tp2dp4", "tp2dp4ep", "tp4dp2", "tp4dp2ep", "tp8dp1", "tp8dp1ep")

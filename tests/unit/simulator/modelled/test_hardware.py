@@ -14,7 +14,7 @@ from pat_vllm.known_models import MODEL_SHAPES
 from pat_vllm.layout import Layout
 from pat_vllm.memory.buffers import EngineShape
 from pat_vllm.memory.estimate import estimate
-from pat_vllm.memory.model import ModelShape
+from pat_vllm.model_size import ModelSize
 from pat_vllm.profiling.profile import Profile
 from pat_vllm.simulator.modelled.figures import MEMORY_EFFICIENCY, SWITCH_FIXED
 from pat_vllm.simulator.modelled.hardware import modelled_profile
@@ -133,7 +133,7 @@ def test_latent_vectors_go_to_each_rank_that_lacks_them_and_are_read_by_all() ->
     slopes = {}
     for name in ("deepseek-v2-lite", "llama-3.1-8b"):
         gpu = GPUS["H100"]
-        machine = Machine(ModelShape.from_config(MODEL_SHAPES[name]), gpu)
+        machine = Machine(ModelSize.of(MODEL_SHAPES[name]), gpu)
         for tp in (1, 8):
             layout = Layout.of(tp, 8)
             short, long = (machine.step(layout, 8, 8 * each, 0) for each in (16384, 65536))
@@ -144,8 +144,8 @@ def test_latent_vectors_go_to_each_rank_that_lacks_them_and_are_read_by_all() ->
 
 def test_steps_and_switches_in_milliseconds() -> None:
     """As they were modelled when results were published."""
-    machine = Machine(ModelShape.from_config(MODEL_SHAPES["llama-3.1-8b"]), GPUS["H100"])
-    shape = ModelShape.from_config(MODEL_SHAPES["qwen3-30b-a3b"])
+    machine = Machine(ModelSize.of(MODEL_SHAPES["llama-3.1-8b"]), GPUS["H100"])
+    shape = ModelSize.of(MODEL_SHAPES["qwen3-30b-a3b"])
     mixture = Machine(shape, GPUS["H200"])
     steps = [
         machine.step(Layout(1, 8), 1, 512, 0),
@@ -161,7 +161,7 @@ def test_steps_and_switches_in_milliseconds() -> None:
 
 def test_states_cost_by_request_and_not_by_context() -> None:
     """Qwen3-Next's: read and written by each step, moved whole by a switch."""
-    model = ModelShape.from_config(MODEL_SHAPES["qwen3-next-80b-a3b"])
+    model = ModelSize.of(MODEL_SHAPES["qwen3-next-80b-a3b"])
     assert model.linear is not None
     wide = replace(model, linear=replace(model.linear, wide=True))
     machine, wider = (Machine(one, GPUS["H200"]) for one in (model, wide))
@@ -231,7 +231,7 @@ def test_steps_are_those_that_an_h100_was_measured_to_take() -> None:
     """Qwen3-8B's, of PAT's engine with CUDA graphs; also what the engine had room for."""
     measured = Profile.load(ROOT / "benchmarks/profiles/2026-11-26-h100-qwen3-8b.json")
     model = MODEL_SHAPES["qwen3-8b"]
-    machine = Machine(ModelShape.from_config(model), GPUS["H100"])
+    machine = Machine(ModelSize.of(model), GPUS["H100"])
     off = {
         s.shape: machine.step(s.layout, s.batch, s.context, s.prefill) / s.seconds - 1
         for s in measured.steps
