@@ -153,14 +153,6 @@ def random_prompts(count: int, length: int, seed: int) -> list[dict[str, list[in
     ]
 
 
-def ngram(length: int) -> dict[str, Any]:
-    """Options by which an engine speculates."""
-    config = dict(
-        method="ngram", num_speculative_tokens=length, prompt_lookup_min=2, prompt_lookup_max=4
-    )
-    return {"speculative_config": config}
-
-
 # -------------------------------------------------------------------- engines
 
 

@@ -34,13 +34,13 @@ from benchmarks.common import (
     awake,
     machine,
     model,
-    ngram,
     random_prompts,
     stock_limits,
     table,
     write_results,
 )
 from benchmarks.paired import paired_ratio, turns
+from pat_vllm.speculation import ngram_config
 
 BARS = {"tp2": 1.03, "tp1": 1.05, "k0": 1.005, "k0-sync": 1.005}
 NAMES = {
@@ -124,7 +124,7 @@ def _sides(args: argparse.Namespace) -> dict[str, dict[str, Side]]:
         return [(two | own | more, "0|1")]
 
     stock = two | stock_limits(flags, tp=2) | {"distributed_executor_backend": "mp"}
-    drafts = ngram(4)["speculative_config"] | {"num_speculative_tokens_per_batch_size": [[1, 1, 0]]}
+    drafts = ngram_config(4) | {"num_speculative_tokens_per_batch_size": [[1, 1, 0]]}
     silent = pat(2, speculative_config=drafts)
     return {
         "tp2": {OURS: pat(2), THEIRS: [(stock, "0|1")]},

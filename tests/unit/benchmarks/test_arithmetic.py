@@ -16,6 +16,8 @@ from benchmarks.bench.judgement import judge
 from benchmarks.bench.runs import PAT, Run
 from benchmarks.endurance.growth import trend
 from benchmarks.paired import Ratio, paired_ratio, turns
+from benchmarks.rollouts.arithmetic import MODULUS, problem, solution
+from benchmarks.rollouts.reward import graded
 from benchmarks.simulated.clairvoyant import clairvoyant
 from pat_vllm.layout import Layout
 from pat_vllm.profiling.profile import StepShape
@@ -143,3 +145,18 @@ def test_each_side_is_as_often_at_each_place() -> None:
 )
 def test_growth(samples: list[float], grown: bool) -> None:
     assert trend("some", samples, 0.0).grown == grown
+
+
+def test_most_solutions_are_right_and_none_is_like_another() -> None:
+    rng = random.Random(0)
+    right = 0
+    for _ in range(300):
+        one = problem(rng)
+        assert 0 <= one.answer < MODULUS
+        assert one.text.endswith(("?", "."))
+        first, second = solution(rng, one), solution(rng, one)
+        assert first != second
+        right += graded(first) == one.answer
+    assert 200 < right < 300  # some steps are wrong, on purpose
+    assert graded("Answer: 1, no. Answer: 23") == 23
+    assert graded("23") is None
