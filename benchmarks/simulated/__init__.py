@@ -1,1 +1,1 @@
-"""Policies on synthetic responses, simulated: `python -m benchmarks.simulated.elimination`."""
+"""What knowing every length would be worth, simulated."""
