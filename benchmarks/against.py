@@ -58,11 +58,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="of a response")
     arguments = parser.parse_args()
 
-    from benchmarks import common, record
+    from benchmarks.record import ROOT, commit_of, machine, table, write_results
 
-    facts = common.machine()
-    roots = {"this": (arguments.this or common.ROOT).resolve(), "other": arguments.other.resolve()}
-    commits = {side: record.machine("", root)["commit"] for side, root in roots.items()}
+    facts = machine()
+    roots = {"this": (arguments.this or ROOT).resolve(), "other": arguments.other.resolve()}
+    commits = {side: commit_of(root) for side, root in roots.items()}
     what, measure = _batches(arguments) if arguments.batches else _steps(arguments)
     found: list[Found] = []
     for start in range(arguments.starts):
@@ -86,11 +86,11 @@ def main() -> None:
     )
     head = ["", "this, ms", "other, ms", "ratio (interval)", f"bar {BAR}"]
     kind = "batches-" if arguments.batches else ""
-    common.write_results(
+    write_results(
         f"{kind}{commits['this']}-against-{commits['other']}",
         facts,
         {"commits": commits, "starts": found},
-        text + common.table(head, rows),
+        text + table(head, rows),
     )
 
 
@@ -153,7 +153,7 @@ def _batches(arguments: argparse.Namespace) -> tuple[str, Measure]:
     from benchmarks.bench.runs import PAT
     from benchmarks.bench.serve import requests_of
     from benchmarks.bench.workloads import WORKLOADS
-    from benchmarks.common import ROOT
+    from benchmarks.record import ROOT
     from pat_vllm.cli.demo_batch import demo_model, model_config
 
     model = demo_model(ROOT / ".models").resolve()

@@ -88,9 +88,3 @@ def turns(sides: Sequence[Side], repeats: int) -> list[tuple[Side, ...]]:
         order = (*sides[first:], *sides[:first])
         orders.append(order if repeat % 2 == 0 else order[::-1])
     return orders
-
-
-def shuffled(sides: Sequence[Side], seed: int) -> list[Side]:
-    """The sides in another order for each seed, so that drift does not favour one."""
-    order = np.random.default_rng(seed).permutation(len(sides))
-    return [sides[index] for index in order]

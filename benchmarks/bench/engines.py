@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.batch import Request
 from benchmarks.bench.runs import Run
-from benchmarks.bench.serve import Served, run_of
-from benchmarks.bench.workloads import SCALES, Workload
+from benchmarks.bench.serve import Served, run_of, serve
+from benchmarks.bench.workloads import MAX_TOKENS, SCALES, Workload
 from benchmarks.engine_process import PARK_SECONDS, EngineFailed, EngineProcess
 from pat_vllm.child import environment
 from pat_vllm.cli.demo_batch import engine_with_room
@@ -47,8 +48,7 @@ class BenchSettings:
     @property
     def max_tokens(self) -> int:
         """Longest response, tokens."""
-        longest = max(workload.longest for workload in self.workloads)
-        return max(1, round(longest * SCALES[self.scale]))
+        return max(1, round(MAX_TOKENS * SCALES[self.scale]))
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
@@ -67,20 +67,19 @@ class BenchSettings:
 
 
 def engine_options(
-    settings: BenchSettings, pat: Mapping[str, Any], config: Mapping[str, Any], drafts: int = 0
+    settings: BenchSettings, pat: Mapping[str, Any], config: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Keyword arguments of `vllm.LLM`: sides differ in `pat` and in nothing else.
 
     Args:
         pat: PAT's options, from `sides`.
         config: the model's.
-        drafts: of a request's step, for which there has to be room.
 
     Raises:
         ValueError: the model's context is too short.
     """
     batches = [
-        [p + n + drafts for p, n in zip(t.num_prompt_tokens, t.lengths, strict=True)]
+        [p + n for p, n in zip(t.num_prompt_tokens, t.lengths, strict=True)]
         for t in settings.traces()
     ]
     longest = max(max(contexts) for contexts in batches)
@@ -140,18 +139,19 @@ class BenchEngine:
         self._rest(self._engine)
         return result
 
-    def run(
-        self, side: str, trace: LengthTrace, repeat: int, serve: Callable[..., Served], *args: Any
-    ) -> tuple[Run, Report]:
-        """Serve a batch by `serve(llm, *args)`; the report is of the engine's whole life."""
-        served: Served = self.call(serve, *args)
-        run = run_of(side, trace, repeat, served, self._report)
+    def run(self, trace: LengthTrace, repeat: int, requests: Sequence[Request]) -> Run:
+        """Serve a batch.
+
+        Raises:
+            EngineFailed: the engine failed, or a response does not have its length.
+        """
+        name = f"{trace.name}-{repeat}"
+        served: Served = self.call(serve, requests, name)
+        run = run_of(self.name, trace, repeat, served, self._report)
         if not run.exact:
-            raise EngineFailed(
-                f"{side}, {trace.name}-{repeat}: a response does not have its length"
-            )
+            raise EngineFailed(f"{self.name}, {name}: a response does not have its length")
         self._report = served.report
-        return run, served.report
+        return run
 
     def close(self) -> None:
         """End the engine."""

@@ -1,5 +1,5 @@
-"""Judgement of PAT's batches: by a clairvoyant, which switches lost time and which were missed;
-and whether a bar is met. Pure."""
+"""Judgement of PAT's batches: by a clairvoyant, which switches lost time and which were missed.
+Pure."""
 
 from __future__ import annotations
 
@@ -19,27 +19,6 @@ from pat_vllm.simulator.traces import LengthTrace
 
 MISSED_SHARE = 0.03
 """Of a batch's time; a switch that would have saved less is not called missed."""
-
-NEVER_WORSE = 1.05
-"""What the upper end of PAT's interval is at most, relative to the best fixed side."""
-
-
-@dataclass(frozen=True)
-class Bar:
-    """What a ratio has to be at most.
-
-    Attributes:
-        what: the ratio, in words.
-    """
-
-    what: str
-    limit: float
-    value: float
-
-    @property
-    def verdict(self) -> str:
-        """Whether it is."""
-        return "met" if self.value <= self.limit else "missed"
 
 
 @dataclass(frozen=True)

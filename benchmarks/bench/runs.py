@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from pat_vllm.layout import Layout
 from pat_vllm.reporting import DecisionReport, SwitchReport
@@ -58,26 +59,16 @@ class Run:
         return sum(switch.reason != "idle" for switch in self.switches)
 
 
-@dataclass(frozen=True)
-class PredictionError:
-    """How far predictions were off, as mean absolute relative errors; None without any.
+def prediction_error(runs: Sequence[Run]) -> dict[str, Any]:
+    """How far predictions of the PAT runs of a workload were off.
 
-    Attributes:
-        steps: of decode steps, each predicted before it was learnt from, by layout's name.
-        before, after: of the step time before and after a switch, when it was decided.
-        cost: of the switches' summed seconds, steps in flight that they wait for included.
-        saving: predicted seconds that the switches decided on would save, summed up.
+    Returns:
+        Mean absolute relative errors, None without any: `steps` of decode steps, each predicted
+        before it was learnt from, by layout's name; `before`, `after` of the step time before and
+        after a switch, when it was decided; `cost` of the switches' summed seconds, steps in flight
+        that they wait for included. And `saving`: predicted seconds that the switches decided on
+        would save, summed up.
     """
-
-    steps: Mapping[str, float]
-    before: float | None
-    after: float | None
-    cost: float | None
-    saving: float
-
-
-def prediction_error(runs: Sequence[Run]) -> PredictionError:
-    """Over the PAT runs of a workload."""
     sums: dict[str, tuple[int, float]] = {}
     for run in runs:
         for layout, (count, mean) in (run.step_error or {}).items():
@@ -90,11 +81,11 @@ def prediction_error(runs: Sequence[Run]) -> PredictionError:
         errors = [abs(predicted / real - 1) for predicted, real in pairs if real]
         return statistics.mean(errors) if errors else None
 
-    return PredictionError(
-        steps={name: total / n for name, (n, total) in sorted(sums.items()) if n},
-        before=error([(d.step_before, d.real_before) for d in fired]),
-        after=error([(d.step_after, d.real_after) for d in fired]),
+    return {
+        "steps": {name: total / n for name, (n, total) in sorted(sums.items()) if n},
+        "before": error([(d.step_before, d.real_before) for d in fired]),
+        "after": error([(d.step_after, d.real_after) for d in fired]),
         # Single waits for steps in flight are a matter of luck: the sums are compared.
-        cost=error([(sum(d.cost for d in fired), sum(s.seconds for s in made))]),
-        saving=sum(d.saving for d in fired if d.why == "saving"),
-    )
+        "cost": error([(sum(d.cost for d in fired), sum(s.seconds for s in made))]),
+        "saving": sum(d.saving for d in fired if d.why == "saving"),
+    }

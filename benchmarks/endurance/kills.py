@@ -32,10 +32,11 @@ from unittest import mock
 import psutil
 import typer
 
-from benchmarks.common import ENVIRONMENT, machine, table, write_results
+from benchmarks.common import ENVIRONMENT
 from benchmarks.endurance import callers, sabotage
 from benchmarks.endurance import storm as storms
 from benchmarks.endurance.processes import SHARED_MEMORY, engine_processes, names_held
+from benchmarks.record import machine, table, write_results
 
 ERROR_WITHIN = 30.0
 """Seconds from a worker's death to the front end's error."""

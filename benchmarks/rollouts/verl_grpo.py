@@ -25,8 +25,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common import RESULTS, ROOT, machine, table, write_results
 from benchmarks.paired import paired_ratio
+from benchmarks.record import ROOT, machine, table, write_results
 from benchmarks.rollouts.arithmetic import problem
 from benchmarks.rollouts.model import pretrain
 from pat_vllm.speculation import ngram_config
@@ -103,8 +103,8 @@ def main() -> None:
             sides[side] = train(Path(work), data, side, args)
             print(side, sides[side], flush=True)
     body = {"arguments": vars(args), "steps": sides}
-    write_results("rollouts-verl", facts, body, shown(sides, args))
-    draw(sides, RESULTS / f"{facts['date'][:10]}-rollouts-verl.png")
+    stem = write_results("rollouts-verl", facts, body, shown(sides, args))
+    draw(sides, Path(f"{stem}.png"))
 
 
 def write_data(work: Path, prompts: int, seed: int) -> Path:
