@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -64,16 +63,6 @@ def paired_ratio(
     low, high = np.percentile(middle(logs[picks], axis=1), [2.5, 97.5])
     centre, low, high = (math.exp(value) for value in (middle(logs), low, high))
     return Ratio(centre, low, high, tuple(np.exp(logs).tolist()))
-
-
-def better_static(seconds: Mapping[str, Sequence[float]]) -> str:
-    """The static side with the lowest median time over repeats."""
-    return min(seconds, key=lambda side: statistics.median(seconds[side]))
-
-
-def best_of_each(seconds: Mapping[str, Sequence[float]]) -> list[float]:
-    """The fastest static side's time of each repeat, whichever it was."""
-    return [min(repeat) for repeat in zip(*seconds.values(), strict=True)]
 
 
 def turns(sides: Sequence[Side], repeats: int) -> list[tuple[Side, ...]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,6 @@ from pat_vllm.simulator.traces import LengthTrace
 _START_SECONDS = 900.0
 _RUN_SECONDS = 900.0
 """An engine that takes longer is taken for dead."""
-_SETTLE_SECONDS = 0.1
-"""After a batch an engine goes home and learns that nothing is left to do."""
 
 
 @dataclass(frozen=True)
@@ -95,62 +93,42 @@ def engine_options(
 class BenchEngine:
     """An engine that takes its turns; started anew on request."""
 
-    def __init__(
-        self,
-        name: str,
-        options: dict[str, Any],
-        ranks: int,
-        scratch: Path,
-        pauses: bool = False,
-        code: Path | None = None,
-    ) -> None:
+    def __init__(self, name: str, options: dict[str, Any], ranks: int, scratch: Path) -> None:
         """Prepare it.
 
         Args:
             options: of `vllm.LLM`.
             scratch: for its log and its profile.
-            pauses: whether its processes are stopped between turns; else they are waited for until
-                they have parked.
-            code: as of `EngineProcess`.
         """
         self.name = name
         self.start_seconds: list[float] = []
-        self._options, self._scratch, self._pauses, self._code = options, scratch, pauses, code
-        # A cache of its own: the profile is this benchmark's, taken at the first start.
-        self._environment = {**environment(ranks), CACHE_DIR: str(scratch / "cache")}
+        self._options, self._log = options, scratch / f"{name}.log"
+        self._environment = environment_of(ranks, scratch)
         self._engine: EngineProcess | None = None
         self._report: Report | None = None
 
     def start(self) -> None:
         """Start the engine, or a new one in its place."""
         self.close()
-        log = self._scratch / f"{self.name}.log"
-        self._engine = EngineProcess(self._options, self._environment, log, self._code)
+        self._engine = EngineProcess(self._options, self._environment, self._log)
         self.start_seconds.append(self._engine.result(_START_SECONDS))
         self._report = None
-        self._rest(self._engine)
-
-    def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call `function(llm, *args)` in the engine's process, and let it rest."""
-        assert self._engine is not None
-        if self._pauses:
-            self._engine.resume()
-        result = self._engine.call(function, *args, timeout=_RUN_SECONDS)
-        self._rest(self._engine)
-        return result
+        time.sleep(PARK_SECONDS)
 
     def run(self, trace: LengthTrace, repeat: int, requests: Sequence[Request]) -> Run:
-        """Serve a batch.
+        """Serve a batch, and wait until the engine takes no core any more.
 
         Raises:
             EngineFailed: the engine failed, or a response does not have its length.
         """
+        assert self._engine is not None
         name = f"{trace.name}-{repeat}"
-        served: Served = self.call(serve, requests, name)
-        run = run_of(self.name, trace, repeat, served, self._report)
-        if not run.exact:
+        served: Served = self._engine.call(serve, requests, name, timeout=_RUN_SECONDS)
+        if served.tokens != trace.lengths:
             raise EngineFailed(f"{self.name}, {name}: a response does not have its length")
+        run = run_of(self.name, trace, repeat, served, self._report)
         self._report = served.report
+        time.sleep(PARK_SECONDS)
         return run
 
     def close(self) -> None:
@@ -159,11 +137,11 @@ class BenchEngine:
             self._engine.close()
             self._engine = None
 
-    def _rest(self, engine: EngineProcess) -> None:
-        """Wait until the engine takes no core any more."""
-        time.sleep(_SETTLE_SECONDS if self._pauses else PARK_SECONDS)
-        if self._pauses:
-            engine.pause()
+
+def environment_of(ranks: int, scratch: Path) -> dict[str, str]:
+    """Of an engine's process, with a cache of its own in `scratch`: the profile is this
+    benchmark's, taken at the first start."""
+    return {**environment(ranks), CACHE_DIR: str(scratch / "cache")}
 
 
 def shared_profile(scratch: Path) -> Profile:

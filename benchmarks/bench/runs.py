@@ -23,7 +23,6 @@ class Run:
         repeat: 0 is the first batch of a fresh engine.
         seconds: until the last output.
         response: mean over requests, from arrival to last token.
-        exact: every request got exactly its number of tokens.
         live: (at, live requests from then on).
         spans: (layout, start, end), one after the other.
         ends: when each request ended, ascending.
@@ -42,7 +41,6 @@ class Run:
     seconds: float
     tokens: int
     response: float
-    exact: bool
     ends: tuple[float, ...] = ()
     live: tuple[tuple[float, int], ...] = ()
     spans: tuple[tuple[Layout, float, float], ...] = ()

@@ -89,7 +89,6 @@ def test_judgement(
         seconds=1.0,
         tokens=sum(lengths),
         response=1.0,
-        exact=True,
         ends=tuple(0.01 * n for n in sorted(lengths)),
         spans=((ONE, 0.0, 1.0), *((TWO, at, 1.0) for at, _ in moves)),
         switches=tuple(switch_report(100 + at, num_seqs=live, seconds=0.1) for at, live in moves),
