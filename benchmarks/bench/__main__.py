@@ -42,7 +42,7 @@ def main(
     output_dir: Annotated[Path, typer.Option(help="Where to write.")] = RESULTS,
     picture: Annotated[Path | None, typer.Option(help="PNG to write besides.")] = None,
 ) -> None:
-    """Serve the same batches with static and adaptive engines in turns; judge by a clairvoyant."""
+    """Serve the same batches with static and adaptive engines in turns."""
     from benchmarks.bench.engines import BenchSettings
     from benchmarks.bench.run import bench
     from benchmarks.bench.workloads import SCALES, choose, from_lengths

@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.bench.calibrated import CalibratedSimulator
-from benchmarks.bench.judgement import MISSED_SHARE, Judgement
 from benchmarks.bench.runs import PAT, Run, prediction_error
 from benchmarks.paired import Ratio, paired_ratio
 from benchmarks.record import Summary, table
@@ -22,11 +20,9 @@ if TYPE_CHECKING:
 NEVER_WORSE = 1.05
 """What the upper end of PAT's interval is at most, relative to the better static layout."""
 
-Judged = Mapping[str, tuple[CalibratedSimulator, Sequence[Judgement]]]
-
 
 def content_of(
-    settings: BenchSettings, config: Mapping[str, Any], measured: Measurements, judged: Judged
+    settings: BenchSettings, config: Mapping[str, Any], measured: Measurements
 ) -> dict[str, Any]:
     """All results as JSON's values."""
     return {
@@ -58,20 +54,13 @@ def content_of(
         },
         "start_seconds": {side: list(one) for side, one in measured.start_seconds.items()},
         "workloads": [
-            _workload(settings, workload, measured, *judged[workload.name])
-            for workload in settings.workloads
+            _workload(settings, workload, measured.runs) for workload in settings.workloads
         ],
     }
 
 
-def _workload(
-    settings: BenchSettings,
-    workload: Workload,
-    measured: Measurements,
-    simulator: CalibratedSimulator,
-    judgements: Sequence[Judgement],
-) -> dict[str, Any]:
-    runs = [run for run in measured.runs if run.workload == workload.name]
+def _workload(settings: BenchSettings, workload: Workload, runs: Sequence[Run]) -> dict[str, Any]:
+    runs = [run for run in runs if run.workload == workload.name]
     cold = {run.side: run for run in runs if not run.repeat}
     warm: dict[str, list[Run]] = {side: [] for side in cold}
     for run in runs:
@@ -112,22 +101,8 @@ def _workload(
             "switches": cold[PAT].switched,
         },
         "prediction": prediction_error(warm[PAT]),
-        "simulator": {
-            "factors": {str(layout): factor for layout, factor in simulator.factors.items()},
-            "switch_factor": simulator.switch_factor,
-        },
-        "clairvoyant": [_plain(judgement) for judgement in judgements],
         "shown": shown,
         "runs": [_plain_run(run, timeline=run.repeat == shown) for run in runs],
-    }
-
-
-def _plain(judgement: Judgement) -> dict[str, Any]:
-    return {
-        **asdict(judgement),
-        "false_positives": judgement.false_positives,
-        "missed": judgement.missed,
-        "simulator_error": judgement.simulator_error,
     }
 
 
@@ -143,8 +118,8 @@ def _plain_run(run: Run, timeline: bool) -> dict[str, Any]:
                 values[name] = round(value - (run.began if name == "at" else 0.0), 6)
         return values
 
-    def by_layout(values: Mapping[Layout, tuple[int, float]] | None) -> dict[str, list[float]]:
-        return {str(one): [n, round(mean, 6)] for one, (n, mean) in (values or {}).items()}
+    def by_layout(values: Mapping[Layout, tuple[int, float]]) -> dict[str, list[float]]:
+        return {str(one): [n, round(mean, 6)] for one, (n, mean) in values.items()}
 
     plain: dict[str, Any] = {
         "side": run.side,
@@ -191,8 +166,6 @@ def markdown(content: Mapping[str, Any]) -> str:
         _cold(content["start_seconds"], workloads),
         "## What the predictor predicted\n",
         _predictions(settings["layouts"], workloads),
-        "## Against a clairvoyant\n",
-        _clairvoyant(settings["layouts"], workloads),
         "## Workloads\n",
         "".join(f"- `{one['name']}`: {one['text']}\n" for one in workloads),
         "## What the words mean\n",
@@ -274,13 +247,7 @@ def _cold(starts: Mapping[str, Sequence[float]], workloads: Sequence[Mapping[str
 def _predictions(layouts: Sequence[str], workloads: Sequence[Mapping[str, Any]]) -> str:
     rows = []
     for one in workloads:
-        error, judged = one["prediction"], one["clairvoyant"]
-        saved = [
-            switch["saved"]
-            for batch in judged
-            for switch in batch["switches"]
-            if switch["why"] == "saving"
-        ]
+        error = one["prediction"]
         rows.append(
             (
                 one["name"],
@@ -289,7 +256,6 @@ def _predictions(layouts: Sequence[str], workloads: Sequence[Mapping[str, Any]])
                 _percent(error["after"]),
                 _percent(error["cost"]),
                 f"{error['saving']:.2f}",
-                f"{sum(saved):.2f}",
                 f"{one['stall_share']:.2%}",
                 f"{one['planning_share']:.2%}",
             )
@@ -301,47 +267,8 @@ def _predictions(layouts: Sequence[str], workloads: Sequence[Mapping[str, Any]])
         "step after",
         "cost of switches",
         "predicted saving, s",
-        "saved, s",
         "stalled",
         "planning",
-    )
-    return table(header, rows)
-
-
-def _clairvoyant(layouts: Sequence[str], workloads: Sequence[Mapping[str, Any]]) -> str:
-    rows = []
-    for one in workloads:
-        judged = one["clairvoyant"]
-        best = [batch["clairvoyant"] for batch in judged]
-        lost = sum(batch["lost"] + batch["foregone"] for batch in judged)
-        measured = [batch["measured"] for batch in judged]
-        rows.append(
-            (
-                one["name"],
-                Summary.of(best).show(digits=2),
-                f"{statistics.mean(batch['clairvoyant_switches'] for batch in judged):.1f}",
-                _show(vars(paired_ratio(measured, best))),
-                _show(vars(paired_ratio([batch["replayed"] for batch in judged], best))),
-                sum(batch["false_positives"] for batch in judged),
-                sum(batch["missed"] for batch in judged),
-                f"{lost:.2f} ({lost / sum(measured):.1%})",
-                f"{sum(batch['probing'] for batch in judged):.2f}",
-                ", ".join(f"{_signed(1 / f - 1)}" for f in one["simulator"]["factors"].values()),
-                _signed(statistics.mean(batch["simulator_error"] for batch in judged)),
-            )
-        )
-    header = (
-        "workload",
-        "clairvoyant, s",
-        "its switches",
-        "PAT measured / clairvoyant",
-        "PAT replayed / clairvoyant",
-        "false positives",
-        "missed",
-        "lost by both, s",
-        "probes, s",
-        f"simulator's error, static {', '.join(layouts)}",
-        "the same, PAT",
     )
     return table(header, rows)
 
@@ -350,11 +277,7 @@ def _percent(share: float | None) -> str:
     return "-" if share is None else f"{share:.1%}"
 
 
-def _signed(share: float) -> str:
-    return f"{share:+.1%}"
-
-
-DEFINITIONS = f"""\
+DEFINITIONS = """\
 - **time**: from the first submit to the last output, of equal requests on every side: each
   generates exactly its number of tokens, which the predictor is not told.
 - **better static**: the static layout with the lower median time over the workload's repeats.
@@ -366,22 +289,7 @@ DEFINITIONS = f"""\
   learnt from, relative to its real time; **before, after**: of the step times that a switch was
   decided by, against the median of up to 16 real steps; **cost of
   switches**: of their summed seconds, the wait for steps in flight included.
-- **predicted saving**: seconds that the fired switches were to save, when decided; **saved**: what
-  they saved by the simulator with the true lengths: without the switch and those after it, less
-  with all of them. Probes, which explore a layout, are not counted.
+- **predicted saving**: seconds that the fired switches were to save, when decided. Probes, which
+  explore a layout, are not counted.
 - **stalled**: share of time in which nothing ran for a switch; **planning**: share spent deciding.
-- **clairvoyant**: PAT's planner, told every length; its schedule and its time are *simulated*, on
-  the adaptive engine's profile with step times scaled by one factor per layout so that static
-  batches take as long as measured, and switches by one so that stalls do.
-- **PAT measured / clairvoyant**: regret, in part simulated; **PAT replayed / clairvoyant**: the
-  measured switches replayed by the simulator, so that only the decisions differ.
-- **false positive**: a switch fired to save time whose saving, by the true lengths, is negative.
-- **missed**: a layout of the clairvoyant's schedule entered late or never, where more than
-  {MISSED_SHARE:.0%} of the batch was lost by it.
-- **lost by both**: per batch, the worst false positive's loss (it contains those after it) and
-  what was foregone by misses, summed over repeats; in parentheses relative to the time measured.
-- **probes**: what a few steps in a layout that was never tried cost, with the way back, in the
-  simulator's seconds over all repeats; negative where the way there paid.
-- **simulator's error**: simulated over measured time, less 1, before the factors are applied
-  (static), and after (PAT, which no factor was fitted to).
 """

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import shutil
 import tempfile
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -19,20 +18,16 @@ from typing import Any
 
 from psutil import virtual_memory
 
-from benchmarks.bench.calibrated import CalibratedSimulator, calibrate_simulator
 from benchmarks.bench.engines import BenchEngine, BenchSettings, engine_options, shared_profile
-from benchmarks.bench.judgement import Judgement, judge
 from benchmarks.bench.plot import plot_bench
 from benchmarks.bench.report import content_of, markdown
 from benchmarks.bench.runs import PAT, Run
 from benchmarks.bench.serve import requests_of
-from benchmarks.bench.workloads import Workload
 from benchmarks.engine_process import EngineFailed
 from benchmarks.record import machine, write_results
 from pat_vllm.cli.demo_batch import model_config
 from pat_vllm.gpus import gib
 from pat_vllm.profiling.profile import Profile
-from pat_vllm.simulator.truth import ReplayedTruth
 
 tell = partial(print, flush=True)
 
@@ -111,7 +106,7 @@ def measure(settings: BenchSettings, config: Mapping[str, Any]) -> Measurements:
 
 
 def bench(settings: BenchSettings, output_dir: Path, picture: Path | None) -> None:
-    """Measure, judge, print, and write JSON, Markdown and PNG.
+    """Measure, print, and write JSON, Markdown and PNG.
 
     Raises:
         EngineFailed: an engine failed.
@@ -119,34 +114,9 @@ def bench(settings: BenchSettings, output_dir: Path, picture: Path | None) -> No
     """
     facts = machine()
     config = model_config(settings.model)
-    measured = measure(settings, config)
-    judged = {}
-    for workload in settings.workloads:
-        tell(f"judging {workload.name} by the clairvoyant")
-        judged[workload.name] = judge_workload(settings, workload, measured)
-    content = content_of(settings, config, measured, judged)
+    content = content_of(settings, config, measure(settings, config))
     stem = write_results("bench", facts, content, markdown(content), output_dir)
     plot_bench(content, Path(f"{stem}.png"))
     if picture is not None:
         picture.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(f"{stem}.png", picture)
-
-
-def judge_workload(
-    settings: BenchSettings, workload: Workload, measured: Measurements
-) -> tuple[CalibratedSimulator, list[Judgement]]:
-    """The simulator, calibrated with this workload's static runs, and judgements of PAT's."""
-    by_side: defaultdict[str, list[Run]] = defaultdict(list)
-    for run in measured.runs:
-        if run.workload == workload.name and run.repeat:
-            by_side[run.side].append(run)
-    traces = [settings.trace(workload, run.repeat) for run in by_side[PAT]]
-    simulator = calibrate_simulator(
-        ReplayedTruth(measured.profile),
-        measured.profile,
-        traces,
-        {layout: [run.seconds for run in by_side[str(layout)]] for layout in settings.layouts},
-        [switch for run in by_side[PAT] for switch in run.switches],
-    )
-    pairs = zip(traces, by_side[PAT], strict=True)
-    return simulator, [judge(trace, run, simulator) for trace, run in pairs]

@@ -25,7 +25,6 @@ class Run:
         response: mean over requests, from arrival to last token.
         live: (at, live requests from then on).
         spans: (layout, start, end), one after the other.
-        ends: when each request ended, ascending.
         switches: while requests were running or expected, so that one may be a way home between
             them; `at` is absolute, as in `decisions`.
         began: on the machine's monotonic clock.
@@ -41,15 +40,14 @@ class Run:
     seconds: float
     tokens: int
     response: float
-    ends: tuple[float, ...] = ()
-    live: tuple[tuple[float, int], ...] = ()
-    spans: tuple[tuple[Layout, float, float], ...] = ()
-    switches: tuple[SwitchReport, ...] = ()
-    decisions: tuple[DecisionReport, ...] = ()
-    steps: Mapping[Layout, tuple[int, float]] | None = None
-    step_error: Mapping[Layout, tuple[int, float]] | None = None
-    plans: int = 0
-    planning: float = 0.0
+    live: tuple[tuple[float, int], ...]
+    spans: tuple[tuple[Layout, float, float], ...]
+    switches: tuple[SwitchReport, ...]
+    decisions: tuple[DecisionReport, ...]
+    steps: Mapping[Layout, tuple[int, float]]
+    step_error: Mapping[Layout, tuple[int, float]]
+    plans: int
+    planning: float
 
     @property
     def switched(self) -> int:
@@ -69,7 +67,7 @@ def prediction_error(runs: Sequence[Run]) -> dict[str, Any]:
     """
     sums: dict[str, tuple[int, float]] = {}
     for run in runs:
-        for layout, (count, mean) in (run.step_error or {}).items():
+        for layout, (count, mean) in run.step_error.items():
             n, total = sums.get(str(layout), (0, 0.0))
             sums[str(layout)] = (n + count, total + count * mean)
     fired = [d for run in runs for d in run.decisions if d.fired]

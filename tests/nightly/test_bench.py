@@ -62,11 +62,9 @@ def test_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for run in workload["runs"]:
         assert run["tokens"] == sum(traces[run["repeat"]].lengths)
         assert run["seconds"] > max(traces[run["repeat"]].arrivals)
-    assert {*workload["simulator"]["factors"]} == {"tp1dp2", "tp2dp1"}
     # The batch that warms up is in no figure.
     seconds = {run["side"]: run["seconds"] for run in workload["runs"] if run["repeat"] == 1}
     best = min((side for side in seconds if side != PAT), key=seconds.__getitem__)
     assert workload["better_static"] == best
     for side, ratio in workload["relative"].items():
         assert ratio["centre"] == pytest.approx(seconds[side] / seconds[best])
-    assert workload["clairvoyant"][0]["measured"] == pytest.approx(seconds[PAT])

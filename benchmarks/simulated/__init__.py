@@ -1,1 +1,0 @@
-"""What knowing every length would be worth, simulated."""
