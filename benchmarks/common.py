@@ -30,6 +30,9 @@ ENVIRONMENT = {
 }
 """What every engine gets, whichever side it is on."""
 
+_LAYERS: dict[str, Any] = dict(layers=12, vocab=32_000, dtype="bfloat16")
+_WIDE = {**_LAYERS, "hidden": 768, "heads": 12, "kv_heads": 4, "head_dim": 64, "intermediate": 2048}
+
 MODELS: dict[str, dict[str, Any]] = {
     # Qwen3-0.6B's shape.
     "qwen3-0.6b": dict(
@@ -46,70 +49,28 @@ MODELS: dict[str, dict[str, Any]] = {
         max_position_embeddings=4096,
     ),
     # A step of tens of milliseconds on one core, so that overheads show as on a fast device.
-    "qwen3-100m": dict(
-        arch="qwen3",
-        hidden=768,
-        layers=12,
-        heads=12,
-        kv_heads=4,
-        head_dim=64,
-        intermediate=2048,
-        vocab=32_000,
-        dtype="bfloat16",
-        max_position_embeddings=4096,
-    ),
+    "qwen3-100m": {**_WIDE, "arch": "qwen3", "max_position_embeddings": 4096},
     # The demo's mixture of experts.
     "moe": {**OWN_MODELS["moe"], "max_position_embeddings": 4096},
     # Small enough for eight ranks on two cores.
     "qwen3-tiny": dict(arch="qwen3", heads=8, kv_heads=8, vocab=4096, max_position_embeddings=4096),
     # Other kinds of state: windows in two layers of three, ...
-    "gemma3": dict(
-        arch="gemma3_text",
-        hidden=768,
-        layers=12,
-        heads=12,
-        kv_heads=4,
-        head_dim=64,
-        intermediate=2048,
-        vocab=32_000,
-        tie=True,
-        window=256,
-        dtype="bfloat16",
-    ),
+    "gemma3": {**_WIDE, "arch": "gemma3_text", "tie": True, "window": 256},
     # ... and in every second one, with experts, ...
     "gpt-oss": dict(
+        **_LAYERS,
         arch="gpt_oss",
         hidden=512,
-        layers=12,
         heads=12,
         kv_heads=4,
         head_dim=64,
-        vocab=32_000,
         window=128,
         expert_intermediate=256,
-        dtype="bfloat16",
     ),
     # ... linear attention in two layers of three, ...
-    "qwen3-next": dict(
-        arch="qwen3_next",
-        hidden=512,
-        layers=12,
-        heads=8,
-        kv_heads=4,
-        head_dim=128,
-        vocab=32_000,
-        dtype="bfloat16",
-    ),
+    "qwen3-next": dict(**_LAYERS, arch="qwen3_next", hidden=512, heads=8, kv_heads=4, head_dim=128),
     # ... and latent attention.
-    "deepseek-v3": dict(
-        arch="deepseek_v3",
-        hidden=512,
-        layers=12,
-        heads=8,
-        kv_heads=8,
-        vocab=32_000,
-        dtype="bfloat16",
-    ),
+    "deepseek-v3": dict(**_LAYERS, arch="deepseek_v3", hidden=512, heads=8, kv_heads=8),
 }
 
 
