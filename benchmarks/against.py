@@ -23,7 +23,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engine_process import step_until
+from benchmarks.engine_process import EngineProcess, step_until
 from benchmarks.paired import paired_ratio, turns
 
 BAR = 1.02
@@ -58,11 +58,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="of a response")
     arguments = parser.parse_args()
 
-    from benchmarks import common, record
+    from benchmarks.record import ROOT, commit_of, machine, table, write_results
 
-    facts = common.machine()
-    roots = {"this": (arguments.this or common.ROOT).resolve(), "other": arguments.other.resolve()}
-    commits = {side: record.machine("", root)["commit"] for side, root in roots.items()}
+    facts = machine()
+    roots = {"this": (arguments.this or ROOT).resolve(), "other": arguments.other.resolve()}
+    commits = {side: commit_of(root) for side, root in roots.items()}
     what, measure = _batches(arguments) if arguments.batches else _steps(arguments)
     found: list[Found] = []
     for start in range(arguments.starts):
@@ -86,11 +86,11 @@ def main() -> None:
     )
     head = ["", "this, ms", "other, ms", "ratio (interval)", f"bar {BAR}"]
     kind = "batches-" if arguments.batches else ""
-    common.write_results(
+    write_results(
         f"{kind}{commits['this']}-against-{commits['other']}",
         facts,
         {"commits": commits, "starts": found},
-        text + common.table(head, rows),
+        text + table(head, rows),
     )
 
 
@@ -148,12 +148,13 @@ def _steps(arguments: argparse.Namespace) -> tuple[str, Measure]:
 def _batches(arguments: argparse.Namespace) -> tuple[str, Measure]:
     """What is measured of the batches of `make bench`, and how."""
     from benchmarks.batch import serve_batch
-    from benchmarks.bench.engines import BenchEngine, BenchSettings, engine_options
+    from benchmarks.bench.engines import BenchSettings, engine_options, environment_of
     from benchmarks.bench.run import sides
     from benchmarks.bench.runs import PAT
     from benchmarks.bench.serve import requests_of
     from benchmarks.bench.workloads import WORKLOADS
-    from benchmarks.common import ROOT
+    from benchmarks.common import awake
+    from benchmarks.record import ROOT
     from pat_vllm.cli.demo_batch import demo_model, model_config
 
     model = demo_model(ROOT / ".models").resolve()
@@ -163,12 +164,13 @@ def _batches(arguments: argparse.Namespace) -> tuple[str, Measure]:
     options = engine_options(settings, sides(settings)[PAT], config)
 
     def measure(codes: Mapping[str, Path], stack: ExitStack) -> Found:
-        engines: dict[str, BenchEngine] = {}
+        engines: dict[str, EngineProcess] = {}
         for side, code in codes.items():
-            engines[side] = BenchEngine(side, options, 2, code, pauses=True, code=code)
-            stack.callback(engines[side].close)
-            engines[side].start()
-            assert engines[side].call(_code) == str(code / "pat_vllm" / "__init__.py")
+            engine = EngineProcess(options, environment_of(2, code), code / "log", code)
+            engines[side] = stack.enter_context(engine)
+            engine.wait_until_ready()
+            assert engine.call(_code) == str(code / "pat_vllm" / "__init__.py")
+            engine.pause()
         seconds = {side: {workload.name: 0.0 for workload in workloads} for side in SIDES}
         for workload in workloads:
             for repeat, order in enumerate(turns(SIDES, arguments.repeats + 1)):
@@ -177,7 +179,8 @@ def _batches(arguments: argparse.Namespace) -> tuple[str, Measure]:
                 )
                 for side in order:
                     name = f"{workload.name}-{repeat}"
-                    began, ended, tokens = engines[side].call(serve_batch, requests, name)
+                    with awake([engines[side]]):
+                        began, ended, tokens = engines[side].call(serve_batch, requests, name)
                     assert tokens == [request.length for request in requests]
                     if repeat:  # the first one warms up
                         seconds[side][workload.name] += max(ended) - began

@@ -19,8 +19,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.common import Engine, Summary, machine, model, table, write_results
+from benchmarks.common import Engine, model
 from benchmarks.paired import turns
+from benchmarks.record import Summary, machine, table, write_results
 
 PROMPT, RESPONSE, APPENDED = (150, 400), (20, 60), (20, 80)
 """Fewest and most tokens, of the first prompt, of a response and of what a tool appends."""

@@ -1,4 +1,4 @@
-"""What the benchmarks share: models, engines in child processes, machine facts, results.
+"""What the benchmarks share: models, prompts, and engines in child processes.
 
 Nothing here imports vLLM or torch at module level: the environment that binds an engine to cores
 has to be set before.
@@ -6,29 +6,18 @@ has to be set before.
 
 from __future__ import annotations
 
-import json
-import multiprocessing
 import os
-import statistics
-import sys
+import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks import record
-from benchmarks.engine_process import PARK_SECONDS, EngineProcess
-from benchmarks.record import Summary, table
+from benchmarks.engine_process import EngineProcess
+from benchmarks.record import ROOT
 from pat_vllm.cli.demo_batch import OWN_MODELS
-from pat_vllm.config import PATConfig
-from pat_vllm.layout import Layout
-from pat_vllm.limits import Limits, layout_limits
 
-__all__ = ["PARK_SECONDS", "Summary", "table"]
-
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
 PLAIN_WEIGHTS = ROOT / "tests" / "support" / "plain_weights"
 
 ENVIRONMENT = {
@@ -40,6 +29,9 @@ ENVIRONMENT = {
     "NUMBA_NUM_THREADS": "1",
 }
 """What every engine gets, whichever side it is on."""
+
+_LAYERS: dict[str, Any] = dict(layers=12, vocab=32_000, dtype="bfloat16")
+_WIDE = {**_LAYERS, "hidden": 768, "heads": 12, "kv_heads": 4, "head_dim": 64, "intermediate": 2048}
 
 MODELS: dict[str, dict[str, Any]] = {
     # Qwen3-0.6B's shape.
@@ -57,70 +49,28 @@ MODELS: dict[str, dict[str, Any]] = {
         max_position_embeddings=4096,
     ),
     # A step of tens of milliseconds on one core, so that overheads show as on a fast device.
-    "qwen3-100m": dict(
-        arch="qwen3",
-        hidden=768,
-        layers=12,
-        heads=12,
-        kv_heads=4,
-        head_dim=64,
-        intermediate=2048,
-        vocab=32_000,
-        dtype="bfloat16",
-        max_position_embeddings=4096,
-    ),
+    "qwen3-100m": {**_WIDE, "arch": "qwen3", "max_position_embeddings": 4096},
     # The demo's mixture of experts.
     "moe": {**OWN_MODELS["moe"], "max_position_embeddings": 4096},
     # Small enough for eight ranks on two cores.
     "qwen3-tiny": dict(arch="qwen3", heads=8, kv_heads=8, vocab=4096, max_position_embeddings=4096),
     # Other kinds of state: windows in two layers of three, ...
-    "gemma3": dict(
-        arch="gemma3_text",
-        hidden=768,
-        layers=12,
-        heads=12,
-        kv_heads=4,
-        head_dim=64,
-        intermediate=2048,
-        vocab=32_000,
-        tie=True,
-        window=256,
-        dtype="bfloat16",
-    ),
+    "gemma3": {**_WIDE, "arch": "gemma3_text", "tie": True, "window": 256},
     # ... and in every second one, with experts, ...
     "gpt-oss": dict(
+        **_LAYERS,
         arch="gpt_oss",
         hidden=512,
-        layers=12,
         heads=12,
         kv_heads=4,
         head_dim=64,
-        vocab=32_000,
         window=128,
         expert_intermediate=256,
-        dtype="bfloat16",
     ),
     # ... linear attention in two layers of three, ...
-    "qwen3-next": dict(
-        arch="qwen3_next",
-        hidden=512,
-        layers=12,
-        heads=8,
-        kv_heads=4,
-        head_dim=128,
-        vocab=32_000,
-        dtype="bfloat16",
-    ),
+    "qwen3-next": dict(**_LAYERS, arch="qwen3_next", hidden=512, heads=8, kv_heads=4, head_dim=128),
     # ... and latent attention.
-    "deepseek-v3": dict(
-        arch="deepseek_v3",
-        hidden=512,
-        layers=12,
-        heads=8,
-        kv_heads=8,
-        vocab=32_000,
-        dtype="bfloat16",
-    ),
+    "deepseek-v3": dict(**_LAYERS, arch="deepseek_v3", hidden=512, heads=8, kv_heads=8),
 }
 
 
@@ -131,34 +81,13 @@ def model(name: str) -> str:
     return str(kept_model(ROOT / ".models", name, MODELS[name]))
 
 
-def stock_limits(given: Mapping[str, Any], tp: int) -> dict[str, int]:
-    """vLLM's options with which a stock engine of `tp` ranks runs as many requests as PAT's layout.
-
-    Args:
-        given: `max_num_seqs` and `max_num_batched_tokens` of PAT's engine, among other options.
-    """
-    names = ("max_num_seqs", "max_num_batched_tokens")
-    limits = layout_limits(Layout(tp, 1), Limits(*(given[name] for name in names)), PATConfig())
-    return {name: getattr(limits, name) for name in names}
-
-
 def random_prompts(count: int, length: int, seed: int) -> list[dict[str, list[int]]]:
     """Prompts of random tokens, so that no two share a prefix."""
-    import random
-
     rng = random.Random(seed)
     return [
         {"prompt_token_ids": [rng.randrange(300, 4000) for _ in range(length)]}
         for _ in range(count)
     ]
-
-
-def ngram(length: int) -> dict[str, Any]:
-    """Options by which an engine speculates."""
-    config = dict(
-        method="ngram", num_speculative_tokens=length, prompt_lookup_min=2, prompt_lookup_max=4
-    )
-    return {"speculative_config": config}
 
 
 # -------------------------------------------------------------------- engines
@@ -208,56 +137,3 @@ def awake(engines: Sequence[EngineProcess]) -> Iterator[None]:
 
 
 _SETTLE_SECONDS = 0.05
-
-
-# -------------------------------------------------------------------- memory bandwidth
-
-
-def memcpy_bandwidth(cores: Sequence[int]) -> float:
-    """Bytes per second that one copying process per core moves, all at the same time."""
-    context = multiprocessing.get_context("spawn")
-    begin_at = time.monotonic() + 3.0
-    with context.Pool(len(cores)) as pool:
-        rates = pool.starmap(_copy_rate, [(core, begin_at) for core in cores], 1)
-    return sum(rates)
-
-
-def _copy_rate(core: int, begin_at: float) -> float:
-    import numpy as np
-
-    os.sched_setaffinity(0, {core})
-    source = np.ones(_COPIED_BYTES, np.uint8)
-    target = np.ones(_COPIED_BYTES, np.uint8)
-    while time.monotonic() < begin_at:
-        time.sleep(1e-3)
-    times = []
-    for _ in range(15):
-        begun = time.perf_counter()
-        np.copyto(target, source)
-        times.append(time.perf_counter() - begun)
-    return _COPIED_BYTES / statistics.median(times)
-
-
-_COPIED_BYTES = 64 << 20
-
-
-# -------------------------------------------------------------------- results
-
-
-def machine() -> dict[str, Any]:
-    """Where and with what a measurement was made."""
-    spec = sys.modules["__main__"].__spec__
-    module = spec.name.removesuffix(".__main__") if spec else Path(sys.argv[0]).stem
-    return record.machine(" ".join(["python", "-m", module, *sys.argv[1:]]), ROOT)
-
-
-def write_results(name: str, facts: Mapping[str, Any], body: Mapping[str, Any], text: str) -> None:
-    """Write `results/DATE-name.json` and `.md`, and print the latter."""
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    stem = RESULTS / f"{facts['date'][:10]}-{name}"
-    data = json.dumps({"machine": dict(facts), **body}, indent=1, default=vars) + "\n"
-    # Models lie under this repository; where that lies is nobody's business.
-    Path(f"{stem}.json").write_text(data.replace(f"{ROOT}/", ""))
-    text = f"# {name}\n\n{record.provenance(facts)}\n{text}"
-    Path(f"{stem}.md").write_text(text)
-    print(text)

@@ -28,19 +28,13 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common import (
-    Engine,
-    Summary,
-    awake,
-    machine,
-    model,
-    ngram,
-    random_prompts,
-    stock_limits,
-    table,
-    write_results,
-)
+from benchmarks.common import Engine, awake, model, random_prompts
 from benchmarks.paired import paired_ratio, turns
+from benchmarks.record import Summary, machine, table, write_results
+from pat_vllm.config import PATConfig
+from pat_vllm.layout import Layout
+from pat_vllm.limits import Limits, layout_limits
+from pat_vllm.speculation import ngram_config
 
 BARS = {"tp2": 1.03, "tp1": 1.05, "k0": 1.005, "k0-sync": 1.005}
 NAMES = {
@@ -117,14 +111,17 @@ def _sides(args: argparse.Namespace) -> dict[str, dict[str, Side]]:
         kv_cache_memory_bytes=args.kv_mib << 20,
     )
     two = flags | {"tensor_parallel_size": 2}
+    # As many requests as PAT's layout runs.
+    limits = Limits(flags["max_num_seqs"], flags["max_num_batched_tokens"])
+    of_group = layout_limits(Layout(2, 1), limits, PATConfig())
 
     def pat(tp: int, **more: Any) -> Side:
         options = {"policy": {"kind": "static", "tp": tp}, "weights": args.weights}
         own = {"distributed_executor_backend": "pat", "additional_config": {"pat": options}}
         return [(two | own | more, "0|1")]
 
-    stock = two | stock_limits(flags, tp=2) | {"distributed_executor_backend": "mp"}
-    drafts = ngram(4)["speculative_config"] | {"num_speculative_tokens_per_batch_size": [[1, 1, 0]]}
+    stock = two | vars(of_group) | {"distributed_executor_backend": "mp"}
+    drafts = ngram_config(4) | {"num_speculative_tokens_per_batch_size": [[1, 1, 0]]}
     silent = pat(2, speculative_config=drafts)
     return {
         "tp2": {OURS: pat(2), THEIRS: [(stock, "0|1")]},

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -66,16 +65,6 @@ def paired_ratio(
     return Ratio(centre, low, high, tuple(np.exp(logs).tolist()))
 
 
-def better_static(seconds: Mapping[str, Sequence[float]]) -> str:
-    """The static side with the lowest median time over repeats."""
-    return min(seconds, key=lambda side: statistics.median(seconds[side]))
-
-
-def best_of_each(seconds: Mapping[str, Sequence[float]]) -> list[float]:
-    """The fastest static side's time of each repeat, whichever it was."""
-    return [min(repeat) for repeat in zip(*seconds.values(), strict=True)]
-
-
 def turns(sides: Sequence[Side], repeats: int) -> list[tuple[Side, ...]]:
     """The order of the sides in each repeat.
 
@@ -88,9 +77,3 @@ def turns(sides: Sequence[Side], repeats: int) -> list[tuple[Side, ...]]:
         order = (*sides[first:], *sides[:first])
         orders.append(order if repeat % 2 == 0 else order[::-1])
     return orders
-
-
-def shuffled(sides: Sequence[Side], seed: int) -> list[Side]:
-    """The sides in another order for each seed, so that drift does not favour one."""
-    order = np.random.default_rng(seed).permutation(len(sides))
-    return [sides[index] for index in order]

@@ -6,12 +6,18 @@ import os
 import platform
 import statistics
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+from pat_vllm.files.writing import to_json
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 @dataclass(frozen=True)
@@ -34,17 +40,14 @@ class Summary:
         return f"{one} ({low}-{high})"
 
 
-def machine(command: str, directory: Path | None = None) -> dict[str, Any]:
-    """Where and with what a measurement was made.
-
-    Args:
-        command: what made it.
-        directory: of a git checkout, whose commit is noted.
-    """
+def machine() -> dict[str, Any]:
+    """Where and with what a measurement was made."""
+    spec = sys.modules["__main__"].__spec__
+    module = spec.name.removesuffix(".__main__") if spec else Path(sys.argv[0]).stem
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": command,
-        "commit": _commit(directory),
+        "command": " ".join(["python", "-m", module, *sys.argv[1:]]),
+        "commit": commit_of(ROOT),
         "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0,
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
@@ -54,7 +57,7 @@ def machine(command: str, directory: Path | None = None) -> dict[str, Any]:
     }
 
 
-def provenance(facts: Mapping[str, Any]) -> str:
+def _provenance(facts: Mapping[str, Any]) -> str:
     """A paragraph of Markdown about `machine()`."""
     return (
         f"{facts['date']}, commit {facts['commit']}: {facts['cores']} cores of {facts['cpu']}, "
@@ -63,12 +66,32 @@ def provenance(facts: Mapping[str, Any]) -> str:
     )
 
 
-def results_dir(given: Path | None) -> Path:
-    """Where results go: as given, else `benchmarks/results` in a checkout, else here."""
-    if given is not None:
-        return given
-    checkout = Path("benchmarks") / "results"
-    return checkout if checkout.is_dir() else Path()
+def write_results(
+    name: str,
+    facts: Mapping[str, Any],
+    body: Mapping[str, Any],
+    text: str,
+    directory: Path = RESULTS,
+) -> Path:
+    """Write `DATE-name.json` and `.md`, and print the latter.
+
+    Args:
+        facts: of `machine()`.
+        body: for the JSON, which has the facts besides.
+        text: Markdown below the heading and the facts.
+
+    Returns:
+        The path of both, without the suffix.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    stem = directory / f"{facts['date'][:10]}-{name}"
+    data = to_json({"machine": dict(facts), **body})
+    # Models lie under this repository; where that lies is nobody's business.
+    Path(f"{stem}.json").write_text(data.replace(f"{ROOT}/", ""))
+    text = f"# {name}\n\n{_provenance(facts)}\n{text}"
+    Path(f"{stem}.md").write_text(text)
+    print(f"{text}\nwritten: {stem}.json, .md")
+    return stem
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
@@ -85,7 +108,8 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _commit(directory: Path | None) -> str:
+def commit_of(directory: Path) -> str:
+    """The commit of a checkout; "unknown" of what is none."""
     try:
         done = subprocess.run(
             ["git", "rev-parse", "--short", "HEAD"],

@@ -16,24 +16,18 @@ through the measured stalls of two sizes; what a switch takes without live reque
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+import os
+import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import (
-    PARK_SECONDS,
-    Engine,
-    Summary,
-    machine,
-    memcpy_bandwidth,
-    model,
-    random_prompts,
-    table,
-    write_results,
-)
-from benchmarks.engine_process import step_until
+from benchmarks.common import Engine, model, random_prompts
+from benchmarks.engine_process import PARK_SECONDS, step_until
+from benchmarks.record import Summary, machine, table, write_results
 from pat_vllm.cli.demo_batch import model_config
 from pat_vllm.config import PATConfig
 from pat_vllm.mixture import Mixture
@@ -171,6 +165,33 @@ def _switch(
         for s in report.switches[begun:]
         if s.reason == "forced"
     ]
+
+
+def memcpy_bandwidth(cores: Sequence[int]) -> float:
+    """Bytes per second that one copying process per core moves, all at the same time."""
+    begin_at = time.monotonic() + 3.0
+    with multiprocessing.get_context("spawn").Pool(len(cores)) as pool:
+        rates = pool.starmap(_copy_rate, [(core, begin_at) for core in cores], 1)
+    return sum(rates)
+
+
+def _copy_rate(core: int, begin_at: float) -> float:
+    import numpy as np
+
+    os.sched_setaffinity(0, {core})
+    source = np.ones(_COPIED_BYTES, np.uint8)
+    target = np.ones(_COPIED_BYTES, np.uint8)
+    while time.monotonic() < begin_at:
+        time.sleep(1e-3)
+    times = []
+    for _ in range(15):
+        begun = time.perf_counter()
+        np.copyto(target, source)
+        times.append(time.perf_counter() - begun)
+    return _COPIED_BYTES / statistics.median(times)
+
+
+_COPIED_BYTES = 64 << 20
 
 
 def _stall(switch: dict[str, Any]) -> float:

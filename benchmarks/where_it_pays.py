@@ -12,6 +12,7 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, astuple, dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -20,7 +21,6 @@ from typing import Annotated
 import typer
 
 from benchmarks.record import table
-from benchmarks.simulated.processes import Processes
 from pat_vllm.advice.options import AdviseOptions
 from pat_vllm.advice.replay import Gain
 from pat_vllm.advice.text import percents
@@ -267,8 +267,10 @@ def main(
     every = cells_of(gpu, model, tail, per_gpu, max_tokens, iterations)
     found = known(output_dir) if output_dir is not None else {}
     cells = [one for one in drawn(every, acceptance, drafts, seed) if one not in found]
-    with Processes(processes) as pool:
-        for cell, one in pool.as_done(ask, cells):
+    with ProcessPoolExecutor(processes) as pool:
+        asked = {pool.submit(ask, cell): cell for cell in cells}
+        for done in as_completed(asked):
+            cell, one = asked[done], done.result()
             found[cell] = one
             print(" | ".join((*row(cell, one), f"{one.took:.1f} s")), flush=True)
             if output_dir is not None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.batch import Request
 from benchmarks.bench.runs import Run
-from benchmarks.bench.serve import Served, run_of
-from benchmarks.bench.workloads import SCALES, Workload
+from benchmarks.bench.serve import Served, run_of, serve
+from benchmarks.bench.workloads import MAX_TOKENS, SCALES, Workload
 from benchmarks.engine_process import PARK_SECONDS, EngineFailed, EngineProcess
 from pat_vllm.child import environment
 from pat_vllm.cli.demo_batch import engine_with_room
@@ -24,8 +25,6 @@ from pat_vllm.simulator.traces import LengthTrace
 _START_SECONDS = 900.0
 _RUN_SECONDS = 900.0
 """An engine that takes longer is taken for dead."""
-_SETTLE_SECONDS = 0.1
-"""After a batch an engine goes home and learns that nothing is left to do."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +46,7 @@ class BenchSettings:
     @property
     def max_tokens(self) -> int:
         """Longest response, tokens."""
-        longest = max(workload.longest for workload in self.workloads)
-        return max(1, round(longest * SCALES[self.scale]))
+        return max(1, round(MAX_TOKENS * SCALES[self.scale]))
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
@@ -67,20 +65,19 @@ class BenchSettings:
 
 
 def engine_options(
-    settings: BenchSettings, pat: Mapping[str, Any], config: Mapping[str, Any], drafts: int = 0
+    settings: BenchSettings, pat: Mapping[str, Any], config: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Keyword arguments of `vllm.LLM`: sides differ in `pat` and in nothing else.
 
     Args:
         pat: PAT's options, from `sides`.
         config: the model's.
-        drafts: of a request's step, for which there has to be room.
 
     Raises:
         ValueError: the model's context is too short.
     """
     batches = [
-        [p + n + drafts for p, n in zip(t.num_prompt_tokens, t.lengths, strict=True)]
+        [p + n for p, n in zip(t.num_prompt_tokens, t.lengths, strict=True)]
         for t in settings.traces()
     ]
     longest = max(max(contexts) for contexts in batches)
@@ -96,62 +93,43 @@ def engine_options(
 class BenchEngine:
     """An engine that takes its turns; started anew on request."""
 
-    def __init__(
-        self,
-        name: str,
-        options: dict[str, Any],
-        ranks: int,
-        scratch: Path,
-        pauses: bool = False,
-        code: Path | None = None,
-    ) -> None:
+    def __init__(self, name: str, options: dict[str, Any], ranks: int, scratch: Path) -> None:
         """Prepare it.
 
         Args:
             options: of `vllm.LLM`.
             scratch: for its log and its profile.
-            pauses: whether its processes are stopped between turns; else they are waited for until
-                they have parked.
-            code: as of `EngineProcess`.
         """
         self.name = name
         self.start_seconds: list[float] = []
-        self._options, self._scratch, self._pauses, self._code = options, scratch, pauses, code
-        # A cache of its own: the profile is this benchmark's, taken at the first start.
-        self._environment = {**environment(ranks), CACHE_DIR: str(scratch / "cache")}
+        self._options, self._log = options, scratch / f"{name}.log"
+        self._environment = environment_of(ranks, scratch)
         self._engine: EngineProcess | None = None
         self._report: Report | None = None
 
     def start(self) -> None:
         """Start the engine, or a new one in its place."""
         self.close()
-        log = self._scratch / f"{self.name}.log"
-        self._engine = EngineProcess(self._options, self._environment, log, self._code)
+        self._engine = EngineProcess(self._options, self._environment, self._log)
         self.start_seconds.append(self._engine.result(_START_SECONDS))
         self._report = None
-        self._rest(self._engine)
+        time.sleep(PARK_SECONDS)
 
-    def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call `function(llm, *args)` in the engine's process, and let it rest."""
+    def run(self, trace: LengthTrace, repeat: int, requests: Sequence[Request]) -> Run:
+        """Serve a batch, and wait until the engine takes no core any more.
+
+        Raises:
+            EngineFailed: the engine failed, or a response does not have its length.
+        """
         assert self._engine is not None
-        if self._pauses:
-            self._engine.resume()
-        result = self._engine.call(function, *args, timeout=_RUN_SECONDS)
-        self._rest(self._engine)
-        return result
-
-    def run(
-        self, side: str, trace: LengthTrace, repeat: int, serve: Callable[..., Served], *args: Any
-    ) -> tuple[Run, Report]:
-        """Serve a batch by `serve(llm, *args)`; the report is of the engine's whole life."""
-        served: Served = self.call(serve, *args)
-        run = run_of(side, trace, repeat, served, self._report)
-        if not run.exact:
-            raise EngineFailed(
-                f"{side}, {trace.name}-{repeat}: a response does not have its length"
-            )
+        name = f"{trace.name}-{repeat}"
+        served: Served = self._engine.call(serve, requests, name, timeout=_RUN_SECONDS)
+        if served.tokens != trace.lengths:
+            raise EngineFailed(f"{self.name}, {name}: a response does not have its length")
+        run = run_of(self.name, trace, repeat, served, self._report)
         self._report = served.report
-        return run, served.report
+        time.sleep(PARK_SECONDS)
+        return run
 
     def close(self) -> None:
         """End the engine."""
@@ -159,11 +137,11 @@ class BenchEngine:
             self._engine.close()
             self._engine = None
 
-    def _rest(self, engine: EngineProcess) -> None:
-        """Wait until the engine takes no core any more."""
-        time.sleep(_SETTLE_SECONDS if self._pauses else PARK_SECONDS)
-        if self._pauses:
-            engine.pause()
+
+def environment_of(ranks: int, scratch: Path) -> dict[str, str]:
+    """Of an engine's process, with a cache of its own in `scratch`: the profile is this
+    benchmark's, taken at the first start."""
+    return {**environment(ranks), CACHE_DIR: str(scratch / "cache")}
 
 
 def shared_profile(scratch: Path) -> Profile:

@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.bench.runs import PAT
+
 _STATIC_COLOURS = ("#3b75af", "#ef8636", "#519e3e", "#8d69b8", "#84584e")
 _PAT_COLOUR = "#222222"
 _FLOOR = 0.8
 """Lower end of the logarithmic axis, where 0 is drawn."""
-_PAT = "PAT"
 
 
 def plot_bench(content: Mapping[str, Any], path: Path) -> None:
@@ -23,13 +24,13 @@ def plot_bench(content: Mapping[str, Any], path: Path) -> None:
 
     workloads = content["workloads"]
     layouts = content["settings"]["layouts"]
-    colour = dict(zip(layouts, _STATIC_COLOURS, strict=False)) | {_PAT: _PAT_COLOUR}
+    colour = dict(zip(layouts, _STATIC_COLOURS, strict=False)) | {PAT: _PAT_COLOUR}
     figure = Figure(figsize=(10, 8), layout="constrained")
     FigureCanvasAgg(figure)
     above, below = figure.subplots(2, 1, gridspec_kw={"height_ratios": [1, 1.05]})
-    _bars(above, workloads, [*layouts, _PAT], colour)
+    _bars(above, workloads, [*layouts, PAT], colour)
     shown = next((one for one in workloads if one["name"] == "lognormal"), workloads[0])
-    _course(below, shown, [*layouts, _PAT], colour)
+    _course(below, shown, [*layouts, PAT], colour)
     for axes in (above, below):
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
@@ -56,7 +57,7 @@ def _bars(
             alpha=0.85,
             yerr=[low, high],
             error_kw={"elinewidth": 1.2, "capsize": 2.5, "ecolor": "#777777"},
-            label="adaptive (PAT)" if side == _PAT else _name(side),
+            label="adaptive (PAT)" if side == PAT else _name(side),
         )
         for place, mean, more in zip(at, means, high, strict=True):
             axes.annotate(
@@ -66,7 +67,7 @@ def _bars(
                 textcoords="offset points",
                 ha="center",
                 fontsize=8,
-                fontweight="bold" if side == _PAT else "normal",
+                fontweight="bold" if side == PAT else "normal",
             )
     top = max(ratio["high"] for one in workloads for ratio in one["relative"].values())
     axes.axhline(1.0, color="#777777", linewidth=0.8, zorder=0)
@@ -89,20 +90,20 @@ def _course(
     runs = {run["side"]: run for run in workload["runs"] if run["repeat"] == workload["shown"]}
     most = max(live for run in runs.values() for _, live in run["live"])
     end = max(run["seconds"] for run in runs.values())
-    adaptive = runs[_PAT]
+    adaptive = runs[PAT]
     for layout, start, stop in adaptive["spans"]:
         axes.axvspan(start, stop, color=colour.get(layout, "#999999"), alpha=0.15, linewidth=0)
     lines = []
     for side in sides:
         run = runs[side]
         rate = run["tokens"] / run["seconds"]
-        name = "adaptive (PAT)" if side == _PAT else _name(side)
+        name = "adaptive (PAT)" if side == PAT else _name(side)
         lines += axes.step(
             [at for at, _ in run["live"]],
             [max(live, _FLOOR) for _, live in run["live"]],
             where="post",
             color=colour[side],
-            linewidth=2.2 if side == _PAT else 1.6,
+            linewidth=2.2 if side == PAT else 1.6,
             label=f"{name}: {run['seconds']:.1f} s, {rate:.0f} tokens/s",
         )
     for switch in adaptive["switches"]:

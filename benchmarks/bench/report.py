@@ -7,11 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.bench.calibrated import CalibratedSimulator
-from benchmarks.bench.judgement import MISSED_SHARE, NEVER_WORSE, Bar, Judgement
 from benchmarks.bench.runs import PAT, Run, prediction_error
-from benchmarks.paired import Ratio, best_of_each, better_static, paired_ratio
-from benchmarks.record import Summary, provenance, table
+from benchmarks.paired import Ratio, paired_ratio
+from benchmarks.record import Summary, table
 from pat_vllm.layout import Layout
 
 if TYPE_CHECKING:
@@ -19,19 +17,15 @@ if TYPE_CHECKING:
     from benchmarks.bench.run import Measurements
     from benchmarks.bench.workloads import Workload
 
-Judged = Mapping[str, tuple[CalibratedSimulator, Sequence[Judgement]]]
+NEVER_WORSE = 1.05
+"""What the upper end of PAT's interval is at most, relative to the better static layout."""
 
 
 def content_of(
-    settings: BenchSettings,
-    facts: Mapping[str, Any],
-    config: Mapping[str, Any],
-    measured: Measurements,
-    judged: Judged,
+    settings: BenchSettings, config: Mapping[str, Any], measured: Measurements
 ) -> dict[str, Any]:
     """All results as JSON's values."""
     return {
-        "machine": dict(facts),
         "settings": {
             "ranks": settings.ranks,
             "layouts": [str(layout) for layout in settings.layouts],
@@ -60,27 +54,21 @@ def content_of(
         },
         "start_seconds": {side: list(one) for side, one in measured.start_seconds.items()},
         "workloads": [
-            _workload(settings, workload, measured, *judged[workload.name])
-            for workload in settings.workloads
+            _workload(settings, workload, measured.runs) for workload in settings.workloads
         ],
     }
 
 
-def _workload(
-    settings: BenchSettings,
-    workload: Workload,
-    measured: Measurements,
-    simulator: CalibratedSimulator,
-    judgements: Sequence[Judgement],
-) -> dict[str, Any]:
-    runs = [run for run in measured.runs if run.workload == workload.name]
+def _workload(settings: BenchSettings, workload: Workload, runs: Sequence[Run]) -> dict[str, Any]:
+    runs = [run for run in runs if run.workload == workload.name]
     cold = {run.side: run for run in runs if not run.repeat}
     warm: dict[str, list[Run]] = {side: [] for side in cold}
     for run in runs:
         if run.repeat:
             warm[run.side].append(run)
     static = {side: [run.seconds for run in warm[side]] for side in warm if side != PAT}
-    best = better_static(static)
+    best = min(static, key=lambda side: statistics.median(static[side]))
+    best_of_each = [min(repeat) for repeat in zip(*static.values(), strict=True)]
     ours = [run.seconds for run in warm[PAT]]
     response = {side: [run.response for run in warm[side]] for side in warm}
     # The batch whose ratio is in the middle is the one to show.
@@ -101,7 +89,7 @@ def _workload(
             side: asdict(paired_ratio([r.seconds for r in warm[side]], static[best], settings.seed))
             for side in warm
         },
-        "relative_to_best_of_each": asdict(paired_ratio(ours, best_of_each(static), settings.seed)),
+        "relative_to_best_of_each": asdict(paired_ratio(ours, best_of_each, settings.seed)),
         "response_relative": asdict(paired_ratio(response[PAT], response[best], settings.seed)),
         "switches_per_batch": statistics.mean(run.switched for run in warm[PAT]),
         "stall_share": _stall_share(warm[PAT]),
@@ -112,23 +100,9 @@ def _workload(
             "static_seconds": cold_static[0],
             "switches": cold[PAT].switched,
         },
-        "prediction": asdict(prediction_error(warm[PAT])),
-        "simulator": {
-            "factors": {str(layout): factor for layout, factor in simulator.factors.items()},
-            "switch_factor": simulator.switch_factor,
-        },
-        "clairvoyant": [_plain(judgement) for judgement in judgements],
+        "prediction": prediction_error(warm[PAT]),
         "shown": shown,
         "runs": [_plain_run(run, timeline=run.repeat == shown) for run in runs],
-    }
-
-
-def _plain(judgement: Judgement) -> dict[str, Any]:
-    return {
-        **asdict(judgement),
-        "false_positives": judgement.false_positives,
-        "missed": judgement.missed,
-        "simulator_error": judgement.simulator_error,
     }
 
 
@@ -144,8 +118,8 @@ def _plain_run(run: Run, timeline: bool) -> dict[str, Any]:
                 values[name] = round(value - (run.began if name == "at" else 0.0), 6)
         return values
 
-    def by_layout(values: Mapping[Layout, tuple[int, float]] | None) -> dict[str, list[float]]:
-        return {str(one): [n, round(mean, 6)] for one, (n, mean) in (values or {}).items()}
+    def by_layout(values: Mapping[Layout, tuple[int, float]]) -> dict[str, list[float]]:
+        return {str(one): [n, round(mean, 6)] for one, (n, mean) in values.items()}
 
     plain: dict[str, Any] = {
         "side": run.side,
@@ -153,7 +127,6 @@ def _plain_run(run: Run, timeline: bool) -> dict[str, Any]:
         "seconds": run.seconds,
         "tokens": run.tokens,
         "response": run.response,
-        "exact": run.exact,
         "steps": by_layout(run.steps),
     }
     if run.side == PAT:
@@ -183,8 +156,6 @@ def markdown(content: Mapping[str, Any]) -> str:
     settings, workloads = content["settings"], content["workloads"]
     model = settings["model"]
     parts = [
-        "# bench\n",
-        provenance(content["machine"]),
         f"A {model['model_type']}, {model['num_hidden_layers']} layers of "
         f"{model['hidden_size']}, vocabulary {model['vocab_size']:,}, float32; "
         f"{settings['ranks']} ranks, {settings['repeats']} repeats, scale {settings['scale']}. "
@@ -195,8 +166,6 @@ def markdown(content: Mapping[str, Any]) -> str:
         _cold(content["start_seconds"], workloads),
         "## What the predictor predicted\n",
         _predictions(settings["layouts"], workloads),
-        "## Against a clairvoyant\n",
-        _clairvoyant(settings["layouts"], workloads),
         "## Workloads\n",
         "".join(f"- `{one['name']}`: {one['text']}\n" for one in workloads),
         "## What the words mean\n",
@@ -241,11 +210,11 @@ def _times(layouts: Sequence[str], workloads: Sequence[Mapping[str, Any]]) -> st
         "mean response, PAT / better static",
         "switches per batch",
     )
-    bars = [Bar(one["name"], NEVER_WORSE, one["relative"]["PAT"]["high"]) for one in workloads]
-    verdicts = ", ".join(f"{bar.what} {bar.verdict}" for bar in bars)
+    high = {one["name"]: one["relative"]["PAT"]["high"] for one in workloads}
+    verdicts = (f"{name} {'met' if end <= NEVER_WORSE else 'missed'}" for name, end in high.items())
     return (
         f"{table(header, rows)}\n`*`: the better static layout. Bar: the upper end of PAT / better "
-        f"static is at most {NEVER_WORSE}: {verdicts}.\n"
+        f"static is at most {NEVER_WORSE}: {', '.join(verdicts)}.\n"
     )
 
 
@@ -278,13 +247,7 @@ def _cold(starts: Mapping[str, Sequence[float]], workloads: Sequence[Mapping[str
 def _predictions(layouts: Sequence[str], workloads: Sequence[Mapping[str, Any]]) -> str:
     rows = []
     for one in workloads:
-        error, judged = one["prediction"], one["clairvoyant"]
-        saved = [
-            switch["saved"]
-            for batch in judged
-            for switch in batch["switches"]
-            if switch["why"] == "saving"
-        ]
+        error = one["prediction"]
         rows.append(
             (
                 one["name"],
@@ -293,7 +256,6 @@ def _predictions(layouts: Sequence[str], workloads: Sequence[Mapping[str, Any]])
                 _percent(error["after"]),
                 _percent(error["cost"]),
                 f"{error['saving']:.2f}",
-                f"{sum(saved):.2f}",
                 f"{one['stall_share']:.2%}",
                 f"{one['planning_share']:.2%}",
             )
@@ -305,47 +267,8 @@ def _predictions(layouts: Sequence[str], workloads: Sequence[Mapping[str, Any]])
         "step after",
         "cost of switches",
         "predicted saving, s",
-        "saved, s",
         "stalled",
         "planning",
-    )
-    return table(header, rows)
-
-
-def _clairvoyant(layouts: Sequence[str], workloads: Sequence[Mapping[str, Any]]) -> str:
-    rows = []
-    for one in workloads:
-        judged = one["clairvoyant"]
-        best = [batch["clairvoyant"] for batch in judged]
-        lost = sum(batch["lost"] + batch["foregone"] for batch in judged)
-        measured = [batch["measured"] for batch in judged]
-        rows.append(
-            (
-                one["name"],
-                Summary.of(best).show(digits=2),
-                f"{statistics.mean(batch['clairvoyant_switches'] for batch in judged):.1f}",
-                _show(vars(paired_ratio(measured, best))),
-                _show(vars(paired_ratio([batch["replayed"] for batch in judged], best))),
-                sum(batch["false_positives"] for batch in judged),
-                sum(batch["missed"] for batch in judged),
-                f"{lost:.2f} ({lost / sum(measured):.1%})",
-                f"{sum(batch['probing'] for batch in judged):.2f}",
-                ", ".join(f"{_signed(1 / f - 1)}" for f in one["simulator"]["factors"].values()),
-                _signed(statistics.mean(batch["simulator_error"] for batch in judged)),
-            )
-        )
-    header = (
-        "workload",
-        "clairvoyant, s",
-        "its switches",
-        "PAT measured / clairvoyant",
-        "PAT replayed / clairvoyant",
-        "false positives",
-        "missed",
-        "lost by both, s",
-        "probes, s",
-        f"simulator's error, static {', '.join(layouts)}",
-        "the same, PAT",
     )
     return table(header, rows)
 
@@ -354,11 +277,7 @@ def _percent(share: float | None) -> str:
     return "-" if share is None else f"{share:.1%}"
 
 
-def _signed(share: float) -> str:
-    return f"{share:+.1%}"
-
-
-DEFINITIONS = f"""\
+DEFINITIONS = """\
 - **time**: from the first submit to the last output, of equal requests on every side: each
   generates exactly its number of tokens, which the predictor is not told.
 - **better static**: the static layout with the lower median time over the workload's repeats.
@@ -370,22 +289,7 @@ DEFINITIONS = f"""\
   learnt from, relative to its real time; **before, after**: of the step times that a switch was
   decided by, against the median of up to 16 real steps; **cost of
   switches**: of their summed seconds, the wait for steps in flight included.
-- **predicted saving**: seconds that the fired switches were to save, when decided; **saved**: what
-  they saved by the simulator with the true lengths: without the switch and those after it, less
-  with all of them. Probes, which explore a layout, are not counted.
+- **predicted saving**: seconds that the fired switches were to save, when decided. Probes, which
+  explore a layout, are not counted.
 - **stalled**: share of time in which nothing ran for a switch; **planning**: share spent deciding.
-- **clairvoyant**: PAT's planner, told every length; its schedule and its time are *simulated*, on
-  the adaptive engine's profile with step times scaled by one factor per layout so that static
-  batches take as long as measured, and switches by one so that stalls do.
-- **PAT measured / clairvoyant**: regret, in part simulated; **PAT replayed / clairvoyant**: the
-  measured switches replayed by the simulator, so that only the decisions differ.
-- **false positive**: a switch fired to save time whose saving, by the true lengths, is negative.
-- **missed**: a layout of the clairvoyant's schedule entered late or never, where more than
-  {MISSED_SHARE:.0%} of the batch was lost by it.
-- **lost by both**: per batch, the worst false positive's loss (it contains those after it) and
-  what was foregone by misses, summed over repeats; in parentheses relative to the time measured.
-- **probes**: what a few steps in a layout that was never tried cost, with the way back, in the
-  simulator's seconds over all repeats; negative where the way there paid.
-- **simulator's error**: simulated over measured time, less 1, before the factors are applied
-  (static), and after (PAT, which no factor was fitted to).
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from pat_vllm.layout import Layout
 from pat_vllm.reporting import DecisionReport, SwitchReport
@@ -22,10 +23,8 @@ class Run:
         repeat: 0 is the first batch of a fresh engine.
         seconds: until the last output.
         response: mean over requests, from arrival to last token.
-        exact: every request got exactly its number of tokens.
         live: (at, live requests from then on).
         spans: (layout, start, end), one after the other.
-        ends: when each request ended, ascending.
         switches: while requests were running or expected, so that one may be a way home between
             them; `at` is absolute, as in `decisions`.
         began: on the machine's monotonic clock.
@@ -41,16 +40,14 @@ class Run:
     seconds: float
     tokens: int
     response: float
-    exact: bool
-    ends: tuple[float, ...] = ()
-    live: tuple[tuple[float, int], ...] = ()
-    spans: tuple[tuple[Layout, float, float], ...] = ()
-    switches: tuple[SwitchReport, ...] = ()
-    decisions: tuple[DecisionReport, ...] = ()
-    steps: Mapping[Layout, tuple[int, float]] | None = None
-    step_error: Mapping[Layout, tuple[int, float]] | None = None
-    plans: int = 0
-    planning: float = 0.0
+    live: tuple[tuple[float, int], ...]
+    spans: tuple[tuple[Layout, float, float], ...]
+    switches: tuple[SwitchReport, ...]
+    decisions: tuple[DecisionReport, ...]
+    steps: Mapping[Layout, tuple[int, float]]
+    step_error: Mapping[Layout, tuple[int, float]]
+    plans: int
+    planning: float
 
     @property
     def switched(self) -> int:
@@ -58,29 +55,19 @@ class Run:
         return sum(switch.reason != "idle" for switch in self.switches)
 
 
-@dataclass(frozen=True)
-class PredictionError:
-    """How far predictions were off, as mean absolute relative errors; None without any.
+def prediction_error(runs: Sequence[Run]) -> dict[str, Any]:
+    """How far predictions of the PAT runs of a workload were off.
 
-    Attributes:
-        steps: of decode steps, each predicted before it was learnt from, by layout's name.
-        before, after: of the step time before and after a switch, when it was decided.
-        cost: of the switches' summed seconds, steps in flight that they wait for included.
-        saving: predicted seconds that the switches decided on would save, summed up.
+    Returns:
+        Mean absolute relative errors, None without any: `steps` of decode steps, each predicted
+        before it was learnt from, by layout's name; `before`, `after` of the step time before and
+        after a switch, when it was decided; `cost` of the switches' summed seconds, steps in flight
+        that they wait for included. And `saving`: predicted seconds that the switches decided on
+        would save, summed up.
     """
-
-    steps: Mapping[str, float]
-    before: float | None
-    after: float | None
-    cost: float | None
-    saving: float
-
-
-def prediction_error(runs: Sequence[Run]) -> PredictionError:
-    """Over the PAT runs of a workload."""
     sums: dict[str, tuple[int, float]] = {}
     for run in runs:
-        for layout, (count, mean) in (run.step_error or {}).items():
+        for layout, (count, mean) in run.step_error.items():
             n, total = sums.get(str(layout), (0, 0.0))
             sums[str(layout)] = (n + count, total + count * mean)
     fired = [d for run in runs for d in run.decisions if d.fired]
@@ -90,11 +77,11 @@ def prediction_error(runs: Sequence[Run]) -> PredictionError:
         errors = [abs(predicted / real - 1) for predicted, real in pairs if real]
         return statistics.mean(errors) if errors else None
 
-    return PredictionError(
-        steps={name: total / n for name, (n, total) in sorted(sums.items()) if n},
-        before=error([(d.step_before, d.real_before) for d in fired]),
-        after=error([(d.step_after, d.real_after) for d in fired]),
+    return {
+        "steps": {name: total / n for name, (n, total) in sorted(sums.items()) if n},
+        "before": error([(d.step_before, d.real_before) for d in fired]),
+        "after": error([(d.step_after, d.real_after) for d in fired]),
         # Single waits for steps in flight are a matter of luck: the sums are compared.
-        cost=error([(sum(d.cost for d in fired), sum(s.seconds for s in made))]),
-        saving=sum(d.saving for d in fired if d.why == "saving"),
-    )
+        "cost": error([(sum(d.cost for d in fired), sum(s.seconds for s in made))]),
+        "saving": sum(d.saving for d in fired if d.why == "saving"),
+    }

@@ -92,8 +92,6 @@ def run_of(
         seconds=seconds,
         tokens=sum(served.tokens),
         response=sum(end - began - arrival for end, arrival in arrivals) / len(trace),
-        exact=served.tokens == trace.lengths,
-        ends=tuple(sorted(end - began for end in served.ended)),
         live=(*((s.at - began, s.num_seqs) for s in samples if s.num_seqs), (seconds, 0)),
         spans=tuple(zip(layouts, starts, [*starts[1:], seconds], strict=True)),
         switches=switches,

@@ -38,19 +38,11 @@ class Workload:
     Attributes:
         text: one line about it.
         make: trace of (repeat, factor on sizes, seed).
-        waits: whether requests arrive over time, so that the engine does not set the pace alone.
-        longest: response, tokens.
-        prompts: tokens of the shortest and the longest prompt.
-        option: of the command, that asks for it; None: its name does.
     """
 
     name: str
     text: str
     make: Callable[[int, float, int], LengthTrace]
-    waits: bool = False
-    longest: int = MAX_TOKENS
-    prompts: tuple[int, int] = PROMPT_TOKENS
-    option: str | None = None
 
     def trace(self, repeat: int, scale: float = 1.0, seed: int = 0) -> LengthTrace:
         """The batch of a repeat; 0 is the first, from which engines warm up and lengths are learnt.
@@ -61,14 +53,13 @@ class Workload:
         own = zlib.crc32(f"{self.name} {seed} {repeat}".encode())
         trace = self.make(repeat, scale, own)
         prompts = np.random.default_rng((own, 3)).integers(
-            *self.prompts, size=len(trace), endpoint=True
+            *PROMPT_TOKENS, size=len(trace), endpoint=True
         )
-        max_tokens = max(1, round(self.longest * scale))
         return replace(
             trace,
             name=self.name,
             num_prompt_tokens=tuple(int(tokens) for tokens in prompts),
-            max_tokens=max_tokens,
+            max_tokens=max(1, round(MAX_TOKENS * scale)),
         )
 
 
@@ -144,7 +135,6 @@ WORKLOADS: Mapping[str, Workload] = {
             "40 log-normal requests around 48 tokens, in bursts of 4 to 12 that arrive over some "
             "seconds",
             _staggered,
-            waits=True,
         ),
         Workload(
             "shift",
@@ -175,26 +165,21 @@ def from_lengths(path: Path, requests: int) -> Workload:
         batch = earlier.draw(_count(requests, scale), MAX_TOKENS, seed)
         return replace(batch, lengths=tuple(max(1, round(n * scale)) for n in batch.lengths))
 
-    return Workload(
-        earlier.name,
-        f"{requests} requests, lengths drawn from {path.name}",
-        make,
-        option=f"--lengths {path.name if path.is_absolute() else path} --requests {requests}",
-    )
+    return Workload(earlier.name, f"{requests} requests, lengths drawn from {path.name}", make)
 
 
-def choose(names: str | None, known: Mapping[str, Workload] = WORKLOADS) -> tuple[Workload, ...]:
-    """Workloads by comma-separated names; all that are known for None.
+def choose(names: str | None) -> tuple[Workload, ...]:
+    """Workloads by comma-separated names; all for None.
 
     Raises:
         ValueError: a name is unknown.
     """
     if names is None:
-        return tuple(known.values())
+        return tuple(WORKLOADS.values())
     chosen = [name.strip() for name in names.split(",") if name.strip()]
     for name in chosen:
-        if name not in known:
-            raise ValueError(f"workload {name!r} is unknown; allowed are {', '.join(known)}")
+        if name not in WORKLOADS:
+            raise ValueError(f"workload {name!r} is unknown; allowed are {', '.join(WORKLOADS)}")
     if not chosen:
-        raise ValueError(f"no workload is named; allowed are {', '.join(known)}")
-    return tuple(known[name] for name in dict.fromkeys(chosen))
+        raise ValueError(f"no workload is named; allowed are {', '.join(WORKLOADS)}")
+    return tuple(WORKLOADS[name] for name in dict.fromkeys(chosen))

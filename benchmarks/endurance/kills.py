@@ -19,7 +19,6 @@ import os
 import random
 import re
 import signal
-import statistics
 import tempfile
 import threading
 import time
@@ -32,10 +31,11 @@ from unittest import mock
 import psutil
 import typer
 
-from benchmarks.common import ENVIRONMENT, machine, table, write_results
+from benchmarks.common import ENVIRONMENT
 from benchmarks.endurance import callers, sabotage
 from benchmarks.endurance import storm as storms
 from benchmarks.endurance.processes import SHARED_MEMORY, engine_processes, names_held
+from benchmarks.record import Summary, machine, table, write_results
 
 ERROR_WITHIN = 30.0
 """Seconds from a worker's death to the front end's error."""
@@ -253,8 +253,8 @@ def _text(outcomes: Sequence[Outcome], ranks: int) -> str:
                 moment,
                 len(of_moment),
                 sum(one.clear and one.noticed <= ERROR_WITHIN for one in of_moment),
-                _seconds([one.noticed for one in of_moment]),
-                _seconds([one.gone for one in of_moment]),
+                Summary.of([one.noticed for one in of_moment]).show(),
+                Summary.of([one.gone for one in of_moment]).show(),
                 sum(len(one.left) for one in of_moment) or "nothing",
                 _range([one.files for one in of_moment]),
             ]
@@ -275,10 +275,6 @@ def _moment(kill: Kill) -> str:
         "storm": "a storm of calls",
         "asynchronous storm": "a storm of calls, asynchronous",
     }[kill.moment] + (", stopped only" if kill.stops else "")
-
-
-def _seconds(values: Sequence[float]) -> str:
-    return f"{statistics.median(values):.1f} ({min(values):.1f}-{max(values):.1f})"
 
 
 def _range(values: Sequence[int]) -> str:

@@ -24,11 +24,12 @@ from typing import Annotated
 import psutil
 import typer
 
-from benchmarks.common import ENVIRONMENT, machine, table, write_results
+from benchmarks.common import ENVIRONMENT
 from benchmarks.endurance import storm as storms
 from benchmarks.endurance.growth import MEMORY_ALLOWANCE, Trend, trends
 from benchmarks.endurance.processes import SHARED_MEMORY, engine_processes, names_held, sample
 from benchmarks.endurance.storm import Storm
+from benchmarks.record import machine, table, write_results
 
 POINTS = 30
 """Of each quantity's course that the file keeps: medians."""

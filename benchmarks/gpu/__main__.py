@@ -16,6 +16,7 @@ import torch
 from benchmarks.gpu import ceiling, kv_blocks, report, reshard
 from benchmarks.gpu.shapes import Scale, scale_of
 from benchmarks.gpu.timing import Stopwatch
+from benchmarks.record import RESULTS
 
 Part = Callable[[Stopwatch, Scale, float], dict[str, Any]]
 
@@ -31,7 +32,7 @@ def main(arguments: Sequence[str]) -> Path:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="the most important, in a minute")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--out", type=Path, default=report.ROOT / "benchmarks" / "results")
+    parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--parts", nargs="+", choices=tuple(PARTS), default=tuple(PARTS))
     parser.add_argument("--engines", type=int, help="also time engines of so many ranks, by vLLM")
     shape_help = "of their model, as of pat-vllm doctor, or a known model's name"
@@ -43,8 +44,7 @@ def main(arguments: Sequence[str]) -> Path:
     device = torch.device(given.device)
     scale = scale_of(device, given.quick)
     stopwatch = Stopwatch(device, scale.repeats)
-    command = " ".join(["python -m benchmarks.gpu", *arguments])
-    results: dict[str, Any] = {"machine": report.machine(device, command)}
+    results: dict[str, Any] = {"machine": report.machine(device)}
     name = "cpu" if given.device == "cpu" else f"gpu{'-quick' if given.quick else ''}"
     stem = given.out / f"{results['machine']['date'][:10]}-{name}"
     given.out.mkdir(parents=True, exist_ok=True)

@@ -5,19 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks import record
 
-ROOT = Path(__file__).resolve().parents[2]
 
-
-def machine(device: torch.device, command: str) -> dict[str, Any]:
+def machine(device: torch.device) -> dict[str, Any]:
     """Facts about the device and the software."""
-    facts = {**record.machine(command, ROOT), "device": "CPU"}
+    facts = {**record.machine(), "device": "CPU"}
     with suppress(PackageNotFoundError):
         facts["triton"] = version("triton")
     if device.type == "cuda":

@@ -1,6 +1,1 @@
-"""A small model that learns, its rollouts, and what drafts from earlier rollouts would be worth.
-
-python -m benchmarks.rollouts pretrain
-python -m benchmarks.rollouts learn
-python -m benchmarks.rollouts replay
-"""
+"""VeRL's GRPO of a small policy that learns arithmetic, with drafts from earlier responses."""

@@ -2,8 +2,9 @@
 
     .venv-verl/bin/python -m benchmarks.rollouts.verl_grpo --epochs 6
 
-Each side is a training of its own, from the same policy and with the same problems, one after the
-other: what they learn differs from the first rollout on, since sampling does.
+The policy is trained on worked solutions first, once (`.models/rollouts/policy`). Each side is a
+training of its own, from the same policy and with the same problems, one after the other: what they
+learn differs from the first rollout on, since sampling does.
 """
 
 from __future__ import annotations
@@ -24,22 +25,33 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common import RESULTS, ROOT, machine, ngram, table, write_results
 from benchmarks.paired import paired_ratio
-from benchmarks.rollouts.__main__ import POLICY
+from benchmarks.record import ROOT, machine, table, write_results
 from benchmarks.rollouts.arithmetic import problem
-from benchmarks.rollouts.learn import SIDES
-from benchmarks.rollouts.report import draw_epochs
+from benchmarks.rollouts.model import pretrain
+from pat_vllm.speculation import ngram_config
 from tests.support import patient_ray
 
+POLICY = ROOT / ".models" / "rollouts" / "policy"
 EXAMPLE = ROOT / "integrations" / "verl" / "examples" / "grpo.sh"
 ENGINE = "+actor_rollout_ref.rollout.engine_kwargs.vllm"
 MOST_PROMPT_TOKENS = 256
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ message['content'] + '\\n' }}{% endfor %}"
 )
-"""As the policy saw questions when it was trained (`model.prompt_ids`)."""
-DRAFTS = 8
+"""As the policy saw questions when it was trained."""
+SIDES: dict[str, tuple[dict[str, Any], int]] = {
+    "PAT": ({}, 8),
+    "PAT, n-gram": ({"draft_history_bytes": 0}, 8),
+    **{
+        f"tp={tp}, n-gram of 4": (
+            {"draft_history_bytes": 0, "policy": {"kind": "static", "tp": tp}},
+            4,
+        )
+        for tp in (1, 2)
+    },
+}
+"""PAT's options, and the most draft tokens of a step; in a static layout it has as many always."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +93,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     facts = machine()
+    if not POLICY.exists():
+        pretrain(POLICY)
     # Ray's sockets lie in it, and their paths must be short.
     with tempfile.TemporaryDirectory(prefix="pat-", dir="/tmp", ignore_cleanup_errors=True) as work:
         data = write_data(Path(work), args.prompts, args.seed)
@@ -89,12 +103,8 @@ def main() -> None:
             sides[side] = train(Path(work), data, side, args)
             print(side, sides[side], flush=True)
     body = {"arguments": vars(args), "steps": sides}
-    write_results("rollouts-verl", facts, body, shown(sides, args))
-    curves = {
-        side: [(one.tokens_per_step, one.microseconds) for one in steps]
-        for side, steps in sides.items()
-    }
-    draw_epochs(curves, RESULTS / f"{facts['date'][:10]}-rollouts-verl.png")
+    stem = write_results("rollouts-verl", facts, body, shown(sides, args))
+    draw(sides, Path(f"{stem}.png"))
 
 
 def write_data(work: Path, prompts: int, seed: int) -> Path:
@@ -134,7 +144,10 @@ def train(work: Path, data: Path, side: str, args: argparse.Namespace) -> list[S
     """
     dump = work / re.sub(r"\W+", "-", side)
     pat, drafts = SIDES[side]
-    options = {f"{ENGINE}.additional_config.pat": pat, **_drafting(drafts)}
+    options = {
+        f"{ENGINE}.additional_config.pat": pat,
+        f"{ENGINE}.speculative_config": ngram_config(drafts),
+    }
     rollout, actor = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
     settings = {
         "data.train_files": data,
@@ -170,12 +183,6 @@ def train(work: Path, data: Path, side: str, args: argparse.Namespace) -> list[S
         said = "\n".join([*errors[:20], text[-3000:]])
         raise RuntimeError(f"VeRL ended with {done.returncode}:\n{said}")
     return _steps(text, dump, work / "policy")
-
-
-def _drafting(drafts: int | None) -> dict[str, dict[str, object]]:
-    """What the engine may draft, or drafts in each step."""
-    found = ngram(drafts or DRAFTS)["speculative_config"]
-    return {f"{ENGINE}.speculative_config": found}
 
 
 def _hydra(value: object) -> str:
@@ -251,6 +258,25 @@ def shown(sides: Mapping[str, Sequence[Step]], args: argparse.Namespace) -> str:
             table(["", "ratio", "epoch 0"], ratios),
         ]
     )
+
+
+def draw(sides: Mapping[str, Sequence[Step]], picture: Path) -> None:
+    """Draw tokens a step and microseconds a token, by epoch and side, to a PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2)
+    for side, steps in sides.items():
+        left.plot([one.tokens_per_step for one in steps], marker="o", label=side)
+        right.plot([one.microseconds for one in steps], marker="o", label=side)
+    left.set(xlabel="epoch", ylabel="tokens a step")
+    right.set(xlabel="epoch", ylabel="rollout, microseconds a token", ylim=(0, None))
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+    left.legend()
+    figure.savefig(picture, dpi=110)
 
 
 if __name__ == "__main__":

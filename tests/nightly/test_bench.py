@@ -1,11 +1,10 @@
-"""The benchmark's engines started as for users, and its workloads with speculation."""
+"""The benchmark's engines, started as for users."""
 
 from __future__ import annotations
 
 import json
 import os
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -14,30 +13,13 @@ from typer.testing import CliRunner
 from benchmarks.bench import report
 from benchmarks.bench.__main__ import app
 from benchmarks.bench.runs import PAT
-from benchmarks.bench.speculative import models
-from benchmarks.bench.speculative.engines import sides_of
-from benchmarks.bench.speculative.models import REPEATING, SCATTERED
-from benchmarks.bench.speculative.report import markdown
-from benchmarks.bench.speculative.workloads import ACCEPTED, SPECULATIVE
 from benchmarks.bench.workloads import WORKLOADS
 from benchmarks.engine_process import EngineProcess
-from pat_vllm.layout import Layout
 from tests.support.engines import engine_processes
-from tests.support.fork_server import context
 from tests.support.models import random_model
-
-LAYOUTS = (Layout(1, 2), Layout(2, 1))
-TINY = dict(arch="qwen3", hidden=128, heads=8, kv_heads=4, repeat=1.5, phrase=16)
-
 
 GONE_WITHIN = 150.0
 """Seconds until the processes of engines that were closed are gone."""
-
-
-def fork_from_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the benchmark's engines fork from a server that has imported vLLM."""
-    forking = SimpleNamespace(get_context=lambda method: context())
-    monkeypatch.setattr("benchmarks.engine_process.multiprocessing", forking)
 
 
 def as_for_users(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,50 +55,16 @@ def test_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     assert str(tmp_path) not in path.read_text()
     content = json.loads(path.read_text())
-    assert path.with_suffix(".md").read_text() == report.markdown(content)
+    assert path.with_suffix(".md").read_text().endswith(report.markdown(content))
     (workload,) = content["workloads"]
     traces = [WORKLOADS["staggered"].trace(repeat, 0.125) for repeat in (0, 1)]
     assert len(workload["runs"]) == 2 * 3
     for run in workload["runs"]:
-        assert run["exact"]
         assert run["tokens"] == sum(traces[run["repeat"]].lengths)
         assert run["seconds"] > max(traces[run["repeat"]].arrivals)
-    assert {*workload["simulator"]["factors"]} == {"tp1dp2", "tp2dp1"}
     # The batch that warms up is in no figure.
     seconds = {run["side"]: run["seconds"] for run in workload["runs"] if run["repeat"] == 1}
     best = min((side for side in seconds if side != PAT), key=seconds.__getitem__)
     assert workload["better_static"] == best
     for side, ratio in workload["relative"].items():
         assert ratio["centre"] == pytest.approx(seconds[side] / seconds[best])
-    assert workload["clairvoyant"][0]["measured"] == pytest.approx(seconds[PAT])
-
-
-def test_workloads_with_speculation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With tiny models, whose weights are replaced on the way."""
-    fork_from_server(monkeypatch)
-    as_for_users(monkeypatch)
-    monkeypatch.setattr("benchmarks.bench.engines._SETTLE_SECONDS", 0.05)
-    monkeypatch.setattr(models, "SPECS", dict.fromkeys(models.SPECS, TINY))
-    # So few tokens tell little of what is accepted.
-    anything = dict.fromkeys(ACCEPTED, (0.0, 1.0))
-    monkeypatch.setattr("benchmarks.bench.speculative.measure.ACCEPTED", anything)
-    arguments = ["--workloads", "changing", "--scale", "tiny", "--repeats", "2"]
-    arguments += ["--models-dir", str(tmp_path / "models"), "--output-dir", str(tmp_path)]
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 0, result.output
-    (path,) = tmp_path.glob("*-bench-speculation.json")
-    assert str(tmp_path) not in path.read_text()
-    content = json.loads(path.read_text())
-    assert path.with_suffix(".md").read_text() == markdown(content)
-    (workload,) = content["workloads"]
-    assert len(workload["runs"]) == 3 * len(sides_of(LAYOUTS))
-    assert {*workload["tables"]} == {"tp1dp2", "tp2dp1"}
-    traces = [SPECULATIVE["changing"].trace(repeat, 0.125) for repeat in range(3)]
-    accepted = dict.fromkeys((REPEATING, SCATTERED), 0)
-    for run in workload["runs"]:
-        assert run["tokens"] == sum(traces[run["repeat"]].lengths)
-        assert run["model"] == (SCATTERED if run["repeat"] == 2 else REPEATING)
-        assert not run["drafted"] or "k = 0" not in run["side"]
-        accepted[run["model"]] += run["accepted"]
-    # Weights did change: what follows a scattered token cannot be guessed.
-    assert accepted[SCATTERED] < 10 < accepted[REPEATING]

@@ -1,4 +1,4 @@
-"""A machine that changes under a policy, for tests of the predictor."""
+"""Machines that take other times than a profile says, for tests of the predictor."""
 
 from __future__ import annotations
 
@@ -27,3 +27,19 @@ class DriftingTruth:
         self, source: Layout, target: Layout, live: Number, tokens: Number
     ) -> Number:
         return self.base.switch_seconds(source, target, live, tokens)
+
+
+@dataclass(frozen=True)
+class ScaledSwitches:
+    """A machine whose switches take `factor` times as long as in `base`."""
+
+    base: Truth
+    factor: float
+
+    def step_seconds(self, layout: Layout, shape: StepShape, now: float, steps: int = 1) -> float:
+        return self.base.step_seconds(layout, shape, now, steps)
+
+    def switch_seconds(
+        self, source: Layout, target: Layout, live: Number, tokens: Number
+    ) -> Number:
+        return self.factor * self.base.switch_seconds(source, target, live, tokens)

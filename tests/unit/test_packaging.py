@@ -29,7 +29,6 @@ import pat_vllm.cli.advise, pat_vllm.cli.advise_plot
 import pat_vllm.predictor.adaptive, pat_vllm.reporting.plot
 imported()
 import benchmarks.bench.__main__, benchmarks.bench.run, benchmarks.bench.plot
-import benchmarks.simulated.elimination
 imported()
 """
 ENGINE_AND_PLOTS = {"matplotlib", "vllm", "torch", "transformers", "tests"}

@@ -9,8 +9,6 @@ from statistics import fmean
 
 import pytest
 
-from benchmarks.simulated.clairvoyant import clairvoyant
-from benchmarks.truths import ScaledTruth
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.adaptive import _DWELL
 from pat_vllm.predictor.cost import CostModel
@@ -23,7 +21,8 @@ from pat_vllm.simulator.replay import simulate, simulate_batches
 from pat_vllm.simulator.run import SimulatedReport
 from pat_vllm.simulator.traces import LengthTrace
 from pat_vllm.simulator.truth import ReplayedTruth, Truth
-from tests.support.truths import DriftingTruth
+from tests.support.clairvoyant import clairvoyant
+from tests.support.truths import DriftingTruth, ScaledSwitches
 from tests.unit.predictor.examples import (
     BOUND,
     GROUP,
@@ -103,7 +102,7 @@ def test_a_profile_that_is_wrong_by_two_costs_at_most_five_percent(
     [
         ("short", ReplayedTruth(PROFILE, PROFILE)),
         ("long tail", DriftingTruth(TRUTH, slowdown=1.0, over=60.0)),
-        ("long tail", ScaledTruth(TRUTH, switches=20.0)),
+        ("long tail", ScaledSwitches(TRUTH, 20.0)),
     ],
     ids=["noise", "drift", "dear switches"],
 )

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.held_out import held_out_error
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.step_residual import StepFit
 from pat_vllm.predictor.step_time import StepTimeModel
 from pat_vllm.profiling.profile import Profile, StepSample, StepShape
+from tests.support.held_out import held_out_error
 from tests.unit.predictor.examples import decode, profile_of
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.simulated.clairvoyant import ClairvoyantPolicy
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.adaptive import AdaptivePolicy
 from pat_vllm.predictor.policy import Policy, SchedulePolicy
@@ -23,6 +22,7 @@ from pat_vllm.simulator.replay import simulate, simulate_batches
 from pat_vllm.simulator.traces import LengthTrace
 from pat_vllm.simulator.truth import ReplayedTruth
 from pat_vllm.simulator.tuned import tuned_schedule
+from tests.support.clairvoyant import ClairvoyantPolicy
 from tests.unit.simulator.simple import FREE, ONE, TWO, Verifying, batch, capacity_of
 
 LENGTHS = (0, 1, 2, 4)

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import engines, report, reshard
+from benchmarks.gpu import engines, reshard
 from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.shapes import TINY, scale_of
 from benchmarks.gpu.timing import Stopwatch
+from benchmarks.record import ROOT
 
 CPU = torch.device("cpu")
 MS = [f"{whose}{which}ms" for whose in ("", "stock_") for which in ("", "low_", "high_")]
@@ -50,7 +51,7 @@ def test_bytes_are_those_counted_by_hand(results: dict[str, Any]) -> None:
 
 
 def test_the_makefile_measures_engines_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    makefile = (report.ROOT / "Makefile").read_text()
+    makefile = (ROOT / "Makefile").read_text()
     (arguments,) = re.findall(r"-m benchmarks\.gpu (.*)", makefile)
     asked: list[Any] = []
     steps = {"layout": "tp2dp1", "requests": 1, "ratio": 1.0, **dict.fromkeys(MS, 1.0)}
@@ -78,7 +79,7 @@ def test_measuring_needs_neither_vllm_nor_pydantic() -> None:
         "import sys, benchmarks.gpu.__main__\n"
         "assert not {'vllm', 'pydantic', 'typer', 'psutil', 'triton'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], cwd=report.ROOT, check=True)
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
 def test_wrong_rows_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

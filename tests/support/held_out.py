@@ -12,17 +12,15 @@ from pat_vllm.predictor.step_residual import folds as step_folds
 from pat_vllm.predictor.step_time import StepTimeModel
 from pat_vllm.profiling.profile import Profile
 
-_FOLDS = 5
 
-
-def held_out_error(profile: Profile, seed: int = 0) -> dict[Layout, Floats]:
+def held_out_error(profile: Profile) -> dict[Layout, Floats]:
     """Relative errors of predictions of steps that the model had not seen, by layout; fractions.
 
     Of steps without prompts, which are nearly all of a rollout's. A layout that has too few shapes
     is left out.
     """
     errors: defaultdict[Layout, list[float]] = defaultdict(list)
-    for held, kept in step_folds(profile.steps, _FOLDS, seed):
+    for held, kept in step_folds(profile.steps, 5, seed=0):
         model = StepTimeModel.fit(profile.model_copy(update={"steps": tuple(kept)}))
         for s in held:
             if s.layout in model.layouts and not s.prefill:

@@ -1,1 +1,0 @@
-"""Workloads with speculative decoding: what layouts gain and what draft lengths gain."""

@@ -1,1 +1,0 @@
-"""Policies on synthetic responses, simulated: `python -m benchmarks.simulated.elimination`."""

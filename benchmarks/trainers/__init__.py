@@ -1,1 +1,0 @@
-"""Iterations of the trainers with PAT, against those with their own engines."""
