@@ -175,7 +175,7 @@ MUTATIONS = mutations({
         ("rows of the first expert only trade places", "kernels.swap:_sides", "(tensor.shape[:dim]), -1)", "(tensor.shape[:dim]), -1)[:1]"),
     ],
     "tests/vllm/weights/test_latent.py": [
-        ("copies of absorbed weights stay old", "weights.latent:renew_absorbed", "not _is_view(module)", "False"),
+        ("copies of absorbed weights stay old", "worker.layout_weights:renew_absorbed", "untyped_storage().data_ptr() != source", "untyped_storage().data_ptr() is None"),
         ("absorbed weights are the checkpoint's", "weights.model_weights:model_weights", "if isinstance(module, MLAAttention):", "if False:"),
     ],
     "tests/vllm/weights/test_inplace.py": [
