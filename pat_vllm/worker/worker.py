@@ -25,7 +25,6 @@ from pat_vllm.executor.messages import (
     TransferRates,
 )
 from pat_vllm.executor.orphan import exit_when_orphaned
-from pat_vllm.kv_transfer.connector import MoveMetadata
 from pat_vllm.kv_transfer.exchange import Exchange
 from pat_vllm.kv_transfer.kv_buffer import SharedKVBuffer
 from pat_vllm.kv_transfer.plan import BlockMove
@@ -367,10 +366,9 @@ class PATWorkerMixin(WeightUpdatesMixin, _Base):
     ) -> None:
         """Carry out this rank's part of the moves of all ranks. Collective."""
         assert source.connector is not None and target.connector is not None
-        metadata = MoveMetadata(moves, self.rank, source.layout.world_size)
-        target.connector.bind_connector_metadata(metadata)
-        target.connector.start_load_kv(None, source=source.connector, exchange=self._exchange)
-        target.connector.clear_connector_metadata()
+        target.connector.load(
+            source.connector, self._exchange, self.rank, source.layout.world_size, moves
+        )
 
     def _synchronize_device(self) -> None:
         assert self.device is not None
