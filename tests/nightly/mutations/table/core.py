@@ -125,7 +125,7 @@ MUTATIONS = mutations({
         ("what a user's failed call leaves is read by the next", "executor.replies:OwnRepliesMixin._call_of_user", "self._unread = True", "pass"),
         ("a failure is heard when all ranks have replied", "executor.replies:OwnRepliesMixin._call_of_user", "check=checked", "check=None"),
         ("weights that are never derived are waited for", "executor.executor:PATExecutorMixin.refresh_weights", "self._call_together(commands.REFRESH_WEIGHTS)", "self.collective_rpc(commands.REFRESH_WEIGHTS, timeout=1)"),
-        ("what is left is read up to the first reply", "executor.replies:drop_until", "isinstance(reply, str) and reply == answer", "reply is not None"),
+        ("what is left is read up to the first reply", "executor.replies:OwnRepliesMixin._drop_unread", "isinstance(reply, str) and reply == last", "reply is not None"),
         ("a call that failed in a worker succeeds", "executor.replies:_checked", "isinstance(reply, CallFailed)", "False"),
         ("sleep is called on the base layout's model", "executor.weight_calls:discards_weights", "method in _DISCARD_WEIGHTS", "method not in _DISCARD_WEIGHTS"),
     ],
