@@ -89,8 +89,8 @@ MUTATIONS = mutations({
     ],
     "tests/vllm/scheduler/test_block_pools.py": [
         ("a discarded scheduler's requests keep their blocks", "scheduler.block_pools:BlockPools.keep", "manager.free(request)", "pass"),
-        ("a pool of another kind is taken", "scheduler.block_pools:BlockPools._take", "frozenset(options.items())", "frozenset()"),
-        ("a pool keeps the metrics of its last scheduler", "scheduler.block_pools:BlockPools._take", "pool.metrics_collector = metrics_collector", "pass"),
+        ("a pool of another kind is taken", "scheduler.block_pools:BlockPools.take", "frozenset(options.items())", "frozenset()"),
+        ("a pool keeps the metrics of its last scheduler", "scheduler.block_pools:BlockPools.take", "pool.metrics_collector = metrics_collector", "pass"),
     ],
     "tests/unit/predictor/test_draft_lengths.py": [
         ("a policy begins with draft lengths", "predictor.adaptive:AdaptivePolicy.__init__", "self.drafts = {layout: ((1, 1, 0),) for layout in layouts}", "pass"),
