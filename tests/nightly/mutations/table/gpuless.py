@@ -77,7 +77,7 @@ MUTATIONS = mutations({
         ("memory beside steps: a pool for each layout", "worker.late_memory:measure_graphs", "        _kept_graph_pool(stream),\n", ""),
         ("nothing keeps the pool", "worker.late_memory:_kept_graph_pool", "with torch.cuda.graph(graph, pool=pool, stream=stream):", "if pool:"),
         ("the pool is kept for ever", "worker.late_memory:_kept_graph_pool", "torch.accelerator.empty_cache()", "pass"),
-        ("the pool is handed out after it is gone", "patches.runners:one_graph_pool", "torch.cuda.graph_pool_handle = original", "pass"),
+        ("the pool is handed out after it is gone", "patches.replacing:replaced", "setattr(owner, name, original)", "pass"),
         ("the buffers of every layout are counted", "memory.estimate:kv_cache_bytes", " - max(buffers)", ""),
         ("activations of the base layout only", "memory.estimate:kv_cache_bytes", "max(one.activations for one in layouts)", "last.activations"),
         ("a switch stages nothing", "memory.estimate:staged_share", "(sent + 2 / ROUNDS)", "0"),
