@@ -211,12 +211,7 @@ class PATWorkerMixin(WeightUpdatesMixin, _Base):
             language_model += times.language_model
             encoder += times.encoder
             assert runtime.kv_cache_config is not None
-            prefill_rate[layout] = warm_up(
-                self,
-                runtime.kv_cache_config.num_blocks,
-                self._kinds,
-                runtime.config.use_v2_model_runner,
-            )
+            prefill_rate[layout] = warm_up(self, runtime.kv_cache_config.num_blocks, self._kinds)
         warm_up_moves(self._runtimes.values(), self._kinds, self._move_kv)
         self._synchronize_device()
         bandwidth = self._exchange.measure(_PROBE_BYTES)
