@@ -116,8 +116,6 @@ MUTATIONS = mutations({
         ("a failed switch does not end the engine", "executor.executor:_fatal", "self.fail(error)", "pass"),
     ],
     "tests/vllm/executor/test_executor.py": [
-        ("an update leaves other layouts' weights as they were", "executor.executor:PATExecutorMixin.collective_rpc", "self._stale, self._missing = True, False", "pass"),
-        ("weights are derived while the engine sleeps", "executor.executor:PATExecutorMixin.refresh_weights", "self._stale and not self._missing and not self.is_sleeping", "self._stale and not self._missing"),
         ("a switch takes replies to calls before it", "executor.replies:OwnRepliesMixin._read_earlier_replies", "if self.futures_queue:", "if False:"),
         ("the executor stays in the layout that was left", "executor.executor:PATExecutorMixin.switch", "self.layout = command.target", "pass"),
         ("a drain ends with the first results", "executor.executor:PATExecutorMixin.finished", "(results and not wait_for_all)", "results"),
@@ -127,7 +125,17 @@ MUTATIONS = mutations({
         ("weights that are never derived are waited for", "executor.executor:PATExecutorMixin.refresh_weights", "self._call_together(commands.REFRESH_WEIGHTS)", "self.collective_rpc(commands.REFRESH_WEIGHTS, timeout=1)"),
         ("what is left is read up to the first reply", "executor.replies:OwnRepliesMixin._drop_unread", "isinstance(reply, str) and reply == last", "reply is not None"),
         ("a call that failed in a worker succeeds", "executor.replies:_checked", "isinstance(reply, CallFailed)", "False"),
+    ],
+    "tests/vllm/executor/test_weight_calls.py": [
+        ("an update leaves other layouts' weights as they were", "executor.executor:PATExecutorMixin.collective_rpc", "self._stale, self._missing = True, False", "pass"),
+        ("weights are derived while the engine sleeps", "executor.executor:PATExecutorMixin.refresh_weights", "self._stale and not self._missing and not self.is_sleeping", "self._stale and not self._missing"),
         ("sleep is called on the base layout's model", "executor.weight_calls:discards_weights", "method in _DISCARD_WEIGHTS", "method not in _DISCARD_WEIGHTS"),
+        ("buffers of layouts are discarded", "executor.weight_calls:WeightCalls.keeps_weights", "if method in _REFUSED:", "if False:"),
+        ("requests wait for ever", "executor.executor:PATExecutorMixin.waits_for_weights", "waited < envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "True"),
+        ("one rank speaks for all", "executor.executor:PATExecutorMixin.refresh_weights", "not all(", "not any("),
+        ("workers are asked at each step", "executor.executor:PATExecutorMixin.refresh_weights", "and not self._missing ", ""),
+        ("a step runs with half of the weights", "executor.executor:PATExecutorMixin.execute_model", "if has_tokens and not", "if False and not"),
+        ("a step in flight counts as tokens", "executor.executor:PATExecutorMixin.execute_model", "any(step.total_num_scheduled_tokens for step in steps)", "scheduler_output.total_num_scheduled_tokens"),
     ],
     "tests/vllm/kv_transfer/test_exchange.py": [
         ("a round is written before all is packed", "kv_transfer.exchange:Exchange._run_rounds", "            packs.pack(views[index][0], part)\n", "            pass\n"),

@@ -113,13 +113,7 @@ MUTATIONS = mutations({
         ("a switch is made", "scheduler.switch:_check", "not active.executor.refresh_weights()", "False"),
         ("requests run with half of the weights", "scheduler.replica_set:ReplicaSet.schedule", "(waits and replica.num_seqs)", "False"),
         ("a paused engine keeps gone requests", "scheduler.replica_set:ReplicaSet.schedule", "paused = self.pause_state == PauseState.PAUSED_ALL or", "paused ="),
-        ("buffers of layouts are discarded", "executor.weight_calls:WeightCalls.keeps_weights", "if method in _REFUSED:", "if False:"),
-        ("requests wait for ever", "executor.executor:PATExecutorMixin.waits_for_weights", "waited < envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "True"),
         ("ranks of a group count from zero in each replica", "worker.layout_config:layout_config", "data_parallel_index = layout.replica_of(rank)", "data_parallel_index = 0"),
-        ("one rank speaks for all", "executor.executor:PATExecutorMixin.refresh_weights", "not all(", "not any("),
-        ("workers are asked at each step", "executor.executor:PATExecutorMixin.refresh_weights", "and not self._missing ", ""),
-        ("a step runs with half of the weights", "executor.executor:PATExecutorMixin.execute_model", "if has_tokens and not", "if False and not"),
-        ("a step in flight counts as tokens", "executor.executor:PATExecutorMixin.execute_model", "any(step.total_num_scheduled_tokens for step in steps)", "scheduler_output.total_num_scheduled_tokens"),
     ],
     "tests/gpuless/test_platforms.py::test_kernels_are_tuned_for_each_layout[sm90]": [
         ("a layout's config is taken for an engine's", "plugin:_executor_class", "if layout_name(vllm_config) is not None:", "if False:"),
