@@ -17,7 +17,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed.device_communicators.shm_broadcast import Handle, MessageQueue
@@ -25,11 +25,13 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.outputs import AsyncModelRunnerOutput, DraftTokenIds
 
-from pat_vllm.drafts.shelf import RowUpdate
 from pat_vllm.executor.leftovers import remove_sockets
 from pat_vllm.executor.messages import StepReply
 from pat_vllm.executor.readers import Reader, reader_of, wait_for_any
 from pat_vllm.layout import Layout
+
+if TYPE_CHECKING:
+    from pat_vllm.worker.worker import PATWorkerMixin
 
 logger = init_logger(__name__)
 
@@ -172,18 +174,6 @@ def _shut_down() -> RuntimeError:
     return RuntimeError("Executor failed, or ends: its lanes were shut down")
 
 
-class StepWorker(Protocol):
-    """What a worker offers to its lane: vLLM's worker interface."""
-
-    def execute_model(self, scheduler_output: Any) -> Any: ...
-
-    def sample_tokens(self, grammar_output: Any) -> Any: ...
-
-    def drafts_of_step(self, constrained: bool) -> DraftTokenIds | None: ...
-
-    def take_draft_rows(self, update: RowUpdate) -> None: ...
-
-
 class WorkerLanes:
     """A worker's ends of its lanes, one by tp: layouts of cut and of spread experts share it."""
 
@@ -214,7 +204,7 @@ class WorkerLanes:
             ring.wait_until_ready()
         self._reply.wait_until_ready()
 
-    def serve(self, layout: Layout, worker: StepWorker) -> None:
+    def serve(self, layout: Layout, worker: PATWorkerMixin) -> None:
         """Run the steps that arrive in the lane of `layout`, until asked to leave.
 
         A step is an `EXECUTE` message, then a `SAMPLE` message if the step samples. A `DRAFT_ROWS`

@@ -30,13 +30,8 @@ def end_when_orphaned(shutdown: Callable[[], None]) -> None:
     When its front end is killed, vLLM's engine core waits for requests without end, and its workers
     keep their devices. A trainer that starts another engine finds the devices taken.
     """
-    parent = multiprocessing.parent_process()
-    if parent is None or not multiprocessing.current_process().name.startswith(_ENGINE_CORE):
-        return
-    pid = parent.pid
-    assert pid is not None
 
-    def end() -> None:
+    def end(pid: int) -> None:
         logger.error("the front end (pid %d) is gone; shutting the engine down", pid)
         threading.Timer(_SHUTDOWN_SECONDS, _exit_with_children).start()
         try:
@@ -44,7 +39,7 @@ def end_when_orphaned(shutdown: Callable[[], None]) -> None:
         finally:
             _exit_with_children()
 
-    _when_gone(pid, end)
+    _when_parent_is_gone(_ENGINE_CORE, end)
 
 
 def _exit_with_children() -> None:
@@ -60,25 +55,27 @@ def exit_when_orphaned() -> None:
     When the engine core is killed, a worker in the middle of a collective waits for the other ranks
     without end.
     """
+
+    def end(pid: int) -> None:
+        time.sleep(_GRACE_SECONDS)
+        os._exit(1)
+
+    _when_parent_is_gone(_WORKER, end)
+
+
+def _when_parent_is_gone(process: str, end: Callable[[int], None]) -> None:
+    """Call `end` with the parent's id, if this is a process whose name begins so."""
     parent = multiprocessing.parent_process()
-    if parent is None or not multiprocessing.current_process().name.startswith(_WORKER):
+    if parent is None or not multiprocessing.current_process().name.startswith(process):
         return
     pid = parent.pid
     assert pid is not None
 
-    def end() -> None:
-        time.sleep(_GRACE_SECONDS)
-        os._exit(1)
-
-    _when_gone(pid, end)
-
-
-def _when_gone(pid: int, end: Callable[[], None]) -> None:
     def watch() -> None:
         # Not `parent.is_alive()`: it looks at a pipe, which siblings that were forked after this
         # process would keep open.
         while os.getppid() == pid:
             time.sleep(_CHECK_SECONDS)
-        end()
+        end(pid)
 
     threading.Thread(target=watch, daemon=True, name="PATOrphanWatch").start()

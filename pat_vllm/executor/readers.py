@@ -58,15 +58,13 @@ class RemoteReader:
         self.shutdown = mq.shutdown
 
     def ready(self) -> bool:
-        """See `LocalReader`."""
         return bool(self._mq.remote_socket.poll(timeout=0))
 
     def watch(self, poller: zmq.Poller) -> None:
-        """See `LocalReader`."""
         poller.register(self._mq.remote_socket, zmq.POLLIN)
 
     def woken(self, events: Mapping[zmq.Socket, int]) -> None:
-        """See `LocalReader`."""
+        return
 
     def dequeue(self, timeout: float | None = None) -> Any:
         """As `MessageQueue.dequeue`.

@@ -7,7 +7,7 @@ import math
 import os
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
@@ -66,11 +66,18 @@ class OwnRepliesMixin(_Base):
         timeout: float | None = None,
         check: Callable[[Any], Any] | None = None,
     ) -> list[Any]:
-        """Call a worker method in which ranks wait for each other; see `read_together`.
+        """Call a worker method in which ranks wait for each other; results by rank.
+
+        vLLM reads replies in the order of ranks, and would wait for one that waits for another that
+        has failed. Here they are read as they come. After an error the others' are left.
 
         Args:
             timeout: seconds; None: `VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS`.
             check: is given each reply as it comes, and raises what ends the call.
+
+        Raises:
+            RuntimeError: a worker failed, or `check` says so.
+            TimeoutError: it took longer than `timeout` seconds.
         """
         self._raise_if_failed()
         self._read_earlier_replies()
@@ -80,7 +87,28 @@ class OwnRepliesMixin(_Base):
         self.rpc_broadcast_mq.enqueue((method, args, {}, None))  # each rank replies
         if timeout is None:
             timeout = envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS
-        return read_together(method, self.response_mqs, self._raise_if_failed, timeout, check)
+        begun = time.perf_counter()
+        waiting = {rank: reader_of(mq) for rank, mq in enumerate(self.response_mqs)}
+        results: dict[int, Any] = {}
+        while waiting:
+            taken = time.perf_counter() - begun
+            if taken < _SPIN_SECONDS:
+                os.sched_yield()
+            else:
+                wait_for_any(waiting.values(), RECHECK_SECONDS)
+            self._raise_if_failed()
+            if taken >= timeout:
+                raise TimeoutError(f"{method} timed out on the ranks {sorted(waiting)}")
+            for rank in [rank for rank, reader in waiting.items() if reader.ready()]:
+                status, results[rank] = waiting.pop(rank).dequeue(timeout=_ARRIVES_WITHIN)
+                if status != WorkerProc.ResponseStatus.SUCCESS:
+                    raise RuntimeError(
+                        f"{method} failed on rank {rank} with error '{results[rank]}', please "
+                        "check the stack trace above for the root cause"
+                    )
+                if check is not None:
+                    check(results[rank])
+        return [results[rank] for rank in sorted(results)]
 
     def _call_of_user(self, *call: Any, timeout: float | None) -> list[Any]:
         """Call a method or function of a user's; see `WeightUpdatesMixin.pat_call_in_base`.
@@ -106,7 +134,7 @@ class OwnRepliesMixin(_Base):
                 self.futures_queue[0].result()  # vLLM's last call; reads for all before it
 
     def _drop_unread(self) -> None:
-        """Read what calls that failed or timed out have left.
+        """Read what calls that failed or timed out have left, up to the reply to a last one.
 
         Raises:
             RuntimeError: a worker has ended.
@@ -119,8 +147,17 @@ class OwnRepliesMixin(_Base):
         assert self.rpc_broadcast_mq is not None
         last = uuid.uuid4().hex
         self.rpc_broadcast_mq.enqueue((commands.ECHO, (last,), {}, None))
-        patience = envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS
-        drop_until(last, self.response_mqs, self._raise_if_failed, patience)
+        give_up = time.perf_counter() + envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS
+        for rank, mq in enumerate(self.response_mqs):
+            reader, reply = reader_of(mq), None
+            while not (isinstance(reply, str) and reply == last):
+                self._raise_if_failed()
+                if reader.ready():
+                    _, reply = reader.dequeue(timeout=_ARRIVES_WITHIN)
+                elif time.perf_counter() > give_up:
+                    raise TimeoutError(f"rank {rank} is still busy with a call that has timed out")
+                else:
+                    wait_for_any([reader], RECHECK_SECONDS)
         self._unread = False
 
 
@@ -184,71 +221,3 @@ class Deferred(Future):
 
     def result(self, timeout: float | None = None) -> Any:
         return self._function()
-
-
-def read_together(
-    method: str,
-    response_mqs: Sequence[Any],
-    raise_if_failed: Callable[[], None],
-    timeout: float = math.inf,
-    check: Callable[[Any], Any] | None = None,
-) -> list[Any]:
-    """The reply of each rank to a call in which ranks wait for each other; results by rank.
-
-    vLLM reads replies in the order of ranks, and would wait for one that waits for another that
-    has failed. Here they are read as they come. After an error the others' are left.
-
-    Args:
-        check: is given each reply as it comes.
-
-    Raises:
-        RuntimeError: a worker failed, or `check` says so.
-        TimeoutError: it took longer than `timeout` seconds.
-    """
-    begun = time.perf_counter()
-    waiting = {rank: reader_of(mq) for rank, mq in enumerate(response_mqs)}
-    results: dict[int, Any] = {}
-    while waiting:
-        taken = time.perf_counter() - begun
-        if taken < _SPIN_SECONDS:
-            os.sched_yield()
-        else:
-            wait_for_any(waiting.values(), RECHECK_SECONDS)
-        raise_if_failed()
-        if taken >= timeout:
-            raise TimeoutError(f"{method} timed out on the ranks {sorted(waiting)}")
-        for rank in [rank for rank, reader in waiting.items() if reader.ready()]:
-            status, results[rank] = waiting.pop(rank).dequeue(timeout=_ARRIVES_WITHIN)
-            if status != WorkerProc.ResponseStatus.SUCCESS:
-                raise RuntimeError(
-                    f"{method} failed on rank {rank} with error '{results[rank]}', please "
-                    "check the stack trace above for the root cause"
-                )
-            if check is not None:
-                check(results[rank])
-    return [results[rank] for rank in sorted(results)]
-
-
-def drop_until(
-    answer: str,
-    response_mqs: Sequence[Any],
-    raise_if_failed: Callable[[], None],
-    timeout: float,
-) -> None:
-    """Read each rank's replies up to `answer`, the last one. Nobody waits for those before it.
-
-    Raises:
-        RuntimeError: a worker has ended.
-        TimeoutError: it took longer than `timeout` seconds.
-    """
-    give_up = time.perf_counter() + timeout
-    for rank, mq in enumerate(response_mqs):
-        reader, reply = reader_of(mq), None
-        while not (isinstance(reply, str) and reply == answer):
-            raise_if_failed()
-            if reader.ready():
-                _, reply = reader.dequeue(timeout=_ARRIVES_WITHIN)
-            elif time.perf_counter() > give_up:
-                raise TimeoutError(f"rank {rank} is still busy with a call that has timed out")
-            else:
-                wait_for_any([reader], RECHECK_SECONDS)

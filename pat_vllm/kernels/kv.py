@@ -85,12 +85,10 @@ class TableBlocks:
             torch.add(start[:, None], heads, out=part.view(len(start), len(heads)))
 
     def pack(self, view: torch.Tensor, staged: torch.Tensor) -> None:
-        """See `StagedBlocks`."""
         assert len(staged) == sum(self.counts)
         self._launch(view, staged, pack=True)
 
     def unpack(self, parts: Sequence[torch.Tensor], view: torch.Tensor) -> None:
-        """See `StagedBlocks`."""
         assert [len(part) for part in parts] == self.counts
         first, start = parts[0], parts[0].storage_offset()
         for part in parts:
@@ -200,13 +198,11 @@ class IndexedBlocks:
         self.counts = [pieces[-1].end if pieces else 0 for pieces in self._by_peer]
 
     def pack(self, view: torch.Tensor, staged: torch.Tensor) -> None:
-        """See `StagedBlocks`."""
         for pieces, part in zip(self._by_peer, staged.split(self.counts), strict=True):
             for piece in pieces:
                 piece.pack(view, part)
 
     def unpack(self, parts: Sequence[torch.Tensor], view: torch.Tensor) -> None:
-        """See `StagedBlocks`."""
         for pieces, part in zip(self._by_peer, parts, strict=True):
             for piece in pieces:
                 piece.unpack(part, view)

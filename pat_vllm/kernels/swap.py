@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-STAGING_BYTES = 16 << 20
-"""Bound on the memory that a run takes beside the tensors, unless told otherwise."""
+_STAGING_BYTES = 16 << 20
+"""Bound on the memory that a run takes beside the tensors. The kernel takes none."""
 
 _CPU_STAGING_BYTES = 512 << 10
 """A chunk of both sides and this much staging stay in a core's cache. More is slower."""
@@ -62,22 +62,16 @@ class ByteSwaps:
 
 
 @torch.inference_mode()
-def prepare(
-    rounds: Iterable[Iterable[RowSwap]], *, staging_bytes: int = STAGING_BYTES
-) -> ByteSwaps:
+def prepare(rounds: Iterable[Iterable[RowSwap]]) -> ByteSwaps:
     """Make `rounds` of swaps ready to be run.
 
     Args:
         rounds: done one after the other. Within a round no two ranges may overlap.
-        staging_bytes: bound on the memory that a run takes beside the tensors. The kernel takes
-            none.
 
     Raises:
         ValueError: a range is not inside its tensor, ranges overlap, a tensor is not contiguous,
             or tensors are on several devices.
     """
-    if staging_bytes < _ACCESS_BYTES:
-        raise ValueError(f"staging_bytes must be at least {_ACCESS_BYTES}, got {staging_bytes}")
     steps: list[Callable[[], None]] = []
     devices: set[torch.device] = set()
     num_bytes = 0
@@ -93,7 +87,7 @@ def prepare(
         if by_kernel:
             steps.append(_KernelRound(by_kernel))
         if by_copies:
-            steps.append(_CopyRound(by_copies, staging_bytes))
+            steps.append(_CopyRound(by_copies))
     return ByteSwaps(num_bytes, steps)
 
 
@@ -126,12 +120,8 @@ class _KernelRound:
 class _CopyRound:
     """Three torch copies for each piece of a pair that fits in the staging buffer."""
 
-    def __init__(
-        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], staging_bytes: int
-    ) -> None:
-        if pairs[0][0].device.type == "cpu":
-            staging_bytes = min(staging_bytes, _CPU_STAGING_BYTES)
-        size = staging_bytes // _ACCESS_BYTES * _ACCESS_BYTES
+    def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        size = _CPU_STAGING_BYTES if pairs[0][0].device.type == "cpu" else _STAGING_BYTES
         self._pieces = [
             _widest(x, y)
             for a, b in pairs

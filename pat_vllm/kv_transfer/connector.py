@@ -45,20 +45,6 @@ class LoadMetadata(KVConnectorMetadata):
     blocks: dict[str, tuple[tuple[int, ...], ...]]
 
 
-@dataclass
-class MoveMetadata(KVConnectorMetadata):
-    """To the worker side: the block moves of all ranks, and which of them this is."""
-
-    moves: Sequence[BlockMove]
-    rank: int
-    world_size: int
-
-    def of(self, groups: Sequence[int]) -> RankMoves:
-        """This rank's part of the moves in these groups."""
-        moves = [move for move in self.moves if move.group in groups]
-        return RankMoves.of(self.rank, self.world_size, moves)
-
-
 class PATConnector(KVConnectorBase_V1, SupportsHMA):
     """Carries KV between the layouts of one engine. See the module's docstring."""
 
@@ -151,27 +137,27 @@ class PATConnector(KVConnectorBase_V1, SupportsHMA):
             regions[view.storage_offset() * view.element_size()][group] = name
         self._regions = [regions[offset] for offset in sorted(regions)]
 
-    def start_load_kv(
+    def load(
         self,
-        forward_context: ForwardContext | None,
-        source: PATConnector | None = None,
-        exchange: Exchange | None = None,
-        **kwargs: Any,
+        source: PATConnector,
+        exchange: Exchange,
+        rank: int,
+        world_size: int,
+        moves: Sequence[BlockMove],
     ) -> None:
-        """Copy the blocks of the bound `MoveMetadata` from `source`'s views to this layout's.
+        """Copy blocks from `source`'s views to this layout's, as the moves of all ranks say.
 
         Collective: every rank calls it, with `exchange` over the same ranks. One exchange per
         region bounds the staging memory to one layer's moves; it is sound because a layer takes
         the same bytes of the buffer in every layout.
         """
-        if source is None or exchange is None:
-            return  # an ordinary forward pass, which loads nothing
-        metadata = self._get_connector_metadata()
-        assert isinstance(metadata, MoveMetadata)
         exchange.bytes_sent = 0
         for _, alike in groupby(self._regions, key=lambda region: region.keys()):
             regions = [self._views(region, source) for region in alike]
-            parts = [Part(metadata.of(groups), *pair) for groups, pair in regions[0]]
+            parts = [
+                Part(RankMoves.of(rank, world_size, [m for m in moves if m.group in groups]), *pair)
+                for groups, pair in regions[0]
+            ]
             with exchange.staging(parts):
                 for region in regions:
                     exchange.run([pair for _, pair in region])
@@ -192,8 +178,11 @@ class PATConnector(KVConnectorBase_V1, SupportsHMA):
                 views[lie] = pair
         return [(groups[lie], views[lie]) for lie in groups]
 
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        return  # forward passes load nothing; switches do, by `load`
+
     def wait_for_layer_load(self, layer_name: str) -> None:
-        return  # loads are complete when `start_load_kv` returns
+        return
 
     def save_kv_layer(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from pat_vllm.kernels.kv import StagedBlocks, staged_blocks
-from pat_vllm.kv_transfer.plan import ROUNDS, BlockMove, RankMoves
+from pat_vllm.kv_transfer.plan import ROUNDS, RankMoves
 from pat_vllm.kv_transfer.shared_memory import SharedMemoryTransport
 
 
@@ -95,7 +95,6 @@ class CollectiveTransport:
         dtype: torch.dtype,
         room: int,
     ) -> None:
-        """See `Transport`."""
         self._send_counts, self._receive_counts = list(send_counts), list(receive_counts)
         num_bytes = (sum(send_counts) + sum(receive_counts)) * dtype.itemsize
         # Ranks may differ in it: each exchanges one layer after the other in any case.
@@ -118,7 +117,6 @@ class CollectiveTransport:
         return kept[:size]
 
     def begin(self) -> None:
-        """See `Transport`."""
         buffers = self._free.popleft()
         send, receive = buffers
         work = dist.all_to_all_single(
@@ -129,19 +127,16 @@ class CollectiveTransport:
             self.send = self._free[0][0]
 
     def finish(self) -> list[torch.Tensor]:
-        """See `Transport`."""
         work, (_, receive) = self._under_way[0]
         work.wait()
         return list(receive.split(self._receive_counts))
 
     def done(self) -> None:
-        """See `Transport`."""
         _, buffers = self._under_way.popleft()
         self._free.append(buffers)
         self.send = self._free[0][0]
 
     def release(self) -> None:
-        """See `Transport`."""
         self.send = torch.empty(0, device=self._device)
         self._kept.clear()
         self._free.clear()
@@ -152,24 +147,6 @@ def best_transport(group: dist.ProcessGroup, device: torch.device) -> Transport:
     """Shared memory for CPU ranks of one host, else `torch.distributed`. Every rank calls it."""
     shared = SharedMemoryTransport.connect(group) if device.type == "cpu" else None
     return shared or CollectiveTransport(group, device)
-
-
-def _staged(
-    moves_by_peer: Iterable[Iterable[BlockMove]], view: torch.Tensor, from_source: bool
-) -> StagedBlocks:
-    """The blocks of `view` that the moves to, or from, each rank read or write."""
-    return staged_blocks(
-        [
-            [
-                (move.source_blocks, move.route.source_heads)
-                if from_source
-                else (move.target_blocks, move.route.target_heads)
-                for move in moves
-            ]
-            for moves in moves_by_peer
-        ],
-        view,
-    )
 
 
 class Part(NamedTuple):
@@ -184,6 +161,20 @@ class Part(NamedTuple):
     moves: RankMoves
     source: torch.Tensor
     target: torch.Tensor
+
+    def staged(self) -> tuple[StagedBlocks, StagedBlocks]:
+        """What is packed of the source's view for each rank, and unpacked from it to the target's.
+
+        Blocks and heads in the plan's order.
+        """
+        sends = [
+            [(one.source_blocks, one.route.source_heads) for one in to] for to in self.moves.sends
+        ]
+        receives = [
+            [(one.target_blocks, one.route.target_heads) for one in by]
+            for by in self.moves.receives
+        ]
+        return staged_blocks(sends, self.source), staged_blocks(receives, self.target)
 
 
 class Exchange:
@@ -228,8 +219,7 @@ class Exchange:
             self._prepare_rounds(parts, ROUNDS if large else 1)
         else:
             (part,) = parts
-            packs = _staged(part.moves.sends, part.source, from_source=True)
-            unpacks = _staged(part.moves.receives, part.target, from_source=False)
+            packs, unpacks = part.staged()
             self._transport.prepare(packs.counts, unpacks.counts, part.source.dtype, room=room)
             self._staged = packs, unpacks
         try:
@@ -245,11 +235,7 @@ class Exchange:
 
     def _prepare_rounds(self, parts: Sequence[Part], rounds: int) -> None:
         self._rounds = [
-            (
-                index,
-                _staged(one.sends, part.source, from_source=True),
-                _staged(one.receives, part.target, from_source=False),
-            )
+            (index, *part._replace(moves=one).staged())
             for index, part in enumerate(parts)
             for one in part.moves.split(rounds)
         ]

@@ -156,20 +156,15 @@ class RankMoves:
         for move in moves:
             for end in (move.route.source_rank, move.route.target_rank):
                 staged[end] += len(move.source_blocks) * len(move.route.source_heads)
+
+        def between(*ends: int) -> tuple[BlockMove, ...]:
+            return tuple(m for m in moves if (m.route.source_rank, m.route.target_rank) == ends)
+
+        peers = range(world_size)
         return cls(
+            sends=tuple(between(rank, peer) for peer in peers),
+            receives=tuple(between(peer, rank) for peer in peers),
             most_staged=max(staged),
-            sends=tuple(
-                tuple(
-                    m for m in moves if (m.route.source_rank, m.route.target_rank) == (rank, peer)
-                )
-                for peer in range(world_size)
-            ),
-            receives=tuple(
-                tuple(
-                    m for m in moves if (m.route.source_rank, m.route.target_rank) == (peer, rank)
-                )
-                for peer in range(world_size)
-            ),
         )
 
     def split(self, rounds: int) -> list[RankMoves]:

@@ -73,7 +73,6 @@ class SharedMemoryTransport:
         dtype: torch.dtype,
         room: int,
     ) -> None:
-        """See `Transport`."""
         size = dtype.itemsize
         self._own.resize(sum(send_counts) * size)
         start = 0
@@ -86,11 +85,9 @@ class SharedMemoryTransport:
         self._parts = None
 
     def begin(self) -> None:
-        """See `Transport`."""
         self._barrier()
 
     def finish(self) -> list[torch.Tensor]:
-        """See `Transport`."""
         if self._parts is None:
             self._parts = []
             for segment, size in zip(self._segments, self._receive_bytes, strict=True):
@@ -100,11 +97,9 @@ class SharedMemoryTransport:
         return self._parts
 
     def done(self) -> None:
-        """See `Transport`."""
         self._barrier()
 
     def release(self) -> None:
-        """See `Transport`."""
         self._parts = None
         self.send = torch.empty(0, dtype=torch.uint8)
         if self._own.size > _KEPT_BYTES:

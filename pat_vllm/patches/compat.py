@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from pat_vllm.patches.replacing import replace
+from pat_vllm.patches.replacing import replace, replaced
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -99,13 +99,8 @@ class MakesModelRunner(_Worker):
         if hasattr(super(), "_make_model_runner"):
             super().init_device()
             return
-        runners = self._runners()
-        stock = runners.GPUModelRunner
-        runners.GPUModelRunner = lambda *args: self._make_model_runner()
-        try:
+        with replaced(self._runners(), "GPUModelRunner", lambda *args: self._make_model_runner()):
             super().init_device()
-        finally:
-            runners.GPUModelRunner = stock
 
     def _make_model_runner(self) -> Any:
         if make := getattr(super(), "_make_model_runner", None):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pat_vllm.patches.replacing import replace
@@ -73,15 +73,11 @@ def skip_empty_drafts(runner: RunnerV1 | RunnerV2) -> None:
 
 def _propose(speculator: Any, original: Callable[..., Any]) -> Callable[..., Any]:
     def call(input_batch: Any, *args: Any, **options: Any) -> Any:
-        if _asks_for_none(options):
+        if options.get("num_speculative_tokens") == 0 and not options.get("dummy_run"):
             return speculator.drafts[: input_batch.num_reqs]  # which the runner masks
         return original(input_batch, *args, **options)
 
     return call
-
-
-def _asks_for_none(options: Mapping[str, Any]) -> bool:
-    return options.get("num_speculative_tokens") == 0 and not options.get("dummy_run")
 
 
 def take_every_draft_length(runner: RunnerV1 | RunnerV2) -> None:

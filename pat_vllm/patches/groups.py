@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
+
+from pat_vllm.patches.replacing import replaced
 
 if TYPE_CHECKING:
     from vllm.distributed.parallel_state import GroupCoordinator
@@ -68,8 +70,7 @@ def _change_workspaces(previous: GroupCoordinator | None, group: GroupCoordinato
     vars(module).update(_workspaces_of.get(id(group), _WORKSPACES))
 
 
-@contextmanager
-def probe_p2p_between(devices_of: Callable[[int], Sequence[int]]) -> Iterator[None]:
+def probe_p2p_between(devices_of: Callable[[int], Sequence[int]]) -> AbstractContextManager[None]:
     """Inside, have new groups look for peer access between the devices of their ranks.
 
     Without it: vLLM takes a rank's place in its group for the index of its device. A layout's group
@@ -82,13 +83,11 @@ def probe_p2p_between(devices_of: Callable[[int], Sequence[int]]) -> Iterator[No
     from vllm.platforms import current_platform
 
     if not current_platform.is_cuda():
-        yield
-        return
+        return nullcontext()
     import torch
     import vllm.envs as envs
     from vllm.distributed.device_communicators import custom_all_reduce
 
-    stock = custom_all_reduce._can_p2p
     visible = current_platform.logical_device_id_to_visible_device_id
 
     def can_p2p(rank: int, world_size: int) -> bool:
@@ -99,8 +98,4 @@ def probe_p2p_between(devices_of: Callable[[int], Sequence[int]]) -> Iterator[No
             return all(can(visible(own), visible(other)) for other in others)
         return all(custom_all_reduce.gpu_p2p_access_check(own, other) for other in others)
 
-    custom_all_reduce._can_p2p = can_p2p
-    try:
-        yield
-    finally:
-        custom_all_reduce._can_p2p = stock
+    return replaced(custom_all_reduce, "_can_p2p", can_p2p)

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from types import MethodType
-from typing import TYPE_CHECKING, Any
-
-from pat_vllm.patches.replacing import replace
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import nn
@@ -36,9 +32,5 @@ def end_prompts_parts_with_blocks(model: nn.Module) -> None:
 
     for layer in model.modules():
         if isinstance(layer, MambaMixer2):
-            plain = partial(MambaBase.get_kv_cache_spec, layer)
-            replace(layer, "get_kv_cache_spec", partial(_instead, plain))
-
-
-def _instead(other: Callable[..., Any], original: object) -> Callable[..., Any]:
-    return other
+            plain = MethodType(MambaBase.get_kv_cache_spec, layer)
+            layer.get_kv_cache_spec = plain  # type: ignore[method-assign]

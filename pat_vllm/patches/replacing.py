@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 _PATCHED = "_pat_patch"
@@ -25,3 +26,14 @@ def replace(
 
     setattr(replacement, _PATCHED, True)
     setattr(owner, name, staticmethod(replacement) if static else replacement)
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Inside, `owner.name` is `value`."""
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)

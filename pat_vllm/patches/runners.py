@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
+
+from pat_vllm.patches.replacing import replaced
 
 if TYPE_CHECKING:
     import torch
@@ -46,8 +48,7 @@ def graphs_measured_apart(runner: RunnerV1 | RunnerV2) -> Iterator[None]:
         del runner.profile_cudagraph_memory  # the method shows again
 
 
-@contextmanager
-def one_graph_pool(pool: Any) -> Iterator[None]:
+def one_graph_pool(pool: Any) -> AbstractContextManager[None]:
     """Inside, have whoever asks for a new pool of CUDA graphs get this one.
 
     Without it: see `graphs_measured_apart`. Missing seam: vLLM's measurement of graphs chooses the
@@ -58,16 +59,10 @@ def one_graph_pool(pool: Any) -> Iterator[None]:
     """
     import torch
 
-    original = torch.cuda.graph_pool_handle
-    torch.cuda.graph_pool_handle = lambda: pool
-    try:
-        yield
-    finally:
-        torch.cuda.graph_pool_handle = original
+    return replaced(torch.cuda, "graph_pool_handle", lambda: pool)
 
 
-@contextmanager
-def capture_on(stream: torch.cuda.Stream) -> Iterator[None]:
+def capture_on(stream: torch.cuda.Stream) -> AbstractContextManager[None]:
     """Inside, have vLLM capture CUDA graphs on this stream.
 
     Without it: each layout captures on a stream of its own. torch uses memory of a pool again on
@@ -77,15 +72,10 @@ def capture_on(stream: torch.cuda.Stream) -> Iterator[None]:
     import vllm.distributed.parallel_state as parallel_state
 
     original = parallel_state.GraphCaptureContext
-    parallel_state.GraphCaptureContext = lambda _: original(stream)  # type: ignore[assignment,misc]
-    try:
-        yield
-    finally:
-        parallel_state.GraphCaptureContext = original  # type: ignore[misc]
+    return replaced(parallel_state, "GraphCaptureContext", lambda _: original(stream))
 
 
-@contextmanager
-def use_attention_workspace(workspace: torch.Tensor | None) -> Iterator[None]:
+def use_attention_workspace(workspace: torch.Tensor | None) -> AbstractContextManager[None]:
     """Inside, have new attention metadata builders use this workspace, if there is one.
 
     Without it: each layout's FlashInfer has a workspace of its own, of 394 MiB or more, and its
@@ -110,11 +100,7 @@ def use_attention_workspace(workspace: torch.Tensor | None) -> Iterator[None]:
             elif (own := _of_latents(builder)) is not None and len(own) <= len(workspace):
                 builder.chunked_prefill_workspace = workspace[: len(own)]
 
-    AttentionGroup.create_metadata_builders = create  # type: ignore[assignment,method-assign]
-    try:
-        yield
-    finally:
-        AttentionGroup.create_metadata_builders = original  # type: ignore[method-assign]
+    return replaced(AttentionGroup, "create_metadata_builders", create)
 
 
 def attention_workspace(runner: RunnerV1 | RunnerV2) -> torch.Tensor | None:
@@ -149,8 +135,7 @@ def forget_sampled_tokens(batch: InputBatch) -> None:
     batch.async_copy_ready_event = None
 
 
-@contextmanager
-def token_ids_of(host: RunnerV1 | RunnerV2 | None) -> Iterator[None]:
+def token_ids_of(host: RunnerV1 | RunnerV2 | None) -> AbstractContextManager[None]:
     """Inside, have a new Model Runner V2 keep token ids where `host` does, if that is one, too.
 
     Without it: each layout pins `max_num_seqs * max_model_len * 4` bytes of host memory, which are
@@ -162,8 +147,7 @@ def token_ids_of(host: RunnerV1 | RunnerV2 | None) -> Iterator[None]:
         host: of the runners the one with the most requests.
     """
     if not is_v2(host):
-        yield
-        return
+        return nullcontext()
     import vllm.v1.worker.gpu.states as states
 
     shared = host.req_states.all_token_ids
@@ -178,15 +162,10 @@ def token_ids_of(host: RunnerV1 | RunnerV2 | None) -> Iterator[None]:
         first.gpu, first.num_rows = shared.gpu[: size[0]], size[0]
         return first
 
-    states.StagedWriteTensor = take  # type: ignore[assignment,misc]
-    try:
-        yield
-    finally:
-        states.StagedWriteTensor = make  # type: ignore[misc]
+    return replaced(states, "StagedWriteTensor", take)
 
 
-@contextmanager
-def input_embeddings_of(host: RunnerV1 | RunnerV2 | None) -> Iterator[None]:
+def input_embeddings_of(host: RunnerV1 | RunnerV2 | None) -> AbstractContextManager[None]:
     """Inside, have a new Model Runner V1 keep input embeddings where `host` does, if that is one.
 
     Without it: each layout takes `max_num_batched_tokens * hidden_size` elements of device memory
@@ -197,8 +176,7 @@ def input_embeddings_of(host: RunnerV1 | RunnerV2 | None) -> Iterator[None]:
         host: of the runners the one with the most tokens in a step.
     """
     if host is None or is_v2(host) or not hasattr(host, "inputs_embeds"):
-        yield
-        return
+        return nullcontext()
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     shared = host.inputs_embeds
@@ -215,11 +193,7 @@ def input_embeddings_of(host: RunnerV1 | RunnerV2 | None) -> Iterator[None]:
         first.cpu, first.gpu = shared.cpu[:rows], shared.gpu[:rows]
         return first
 
-    GPUModelRunner._make_buffer = make  # type: ignore[assignment,method-assign]
-    try:
-        yield
-    finally:
-        GPUModelRunner._make_buffer = original  # type: ignore[method-assign]
+    return replaced(GPUModelRunner, "_make_buffer", make)
 
 
 @contextmanager

@@ -1,18 +1,15 @@
-"""What PAT does to vLLM's schedulers and their block pools, in the engine core.
-
-Each docstring says what fails without the patch and, as the missing seam, what in vLLM would make
-it needless.
-"""
+"""What PAT does to vLLM's schedulers and their block pools, in the engine core."""
 
 from __future__ import annotations
 
 import copy
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 
 from pat_vllm.patches.compat import forget_kv_fetch
+from pat_vllm.patches.replacing import replaced
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -21,8 +18,7 @@ if TYPE_CHECKING:
     from vllm.v1.structured_output import StructuredOutputManager
 
 
-@contextmanager
-def block_pools_from(take: Callable[..., BlockPool]) -> Iterator[None]:
+def block_pools_from(take: Callable[..., BlockPool]) -> AbstractContextManager[None]:
     """Inside, have new schedulers call `take` where they make a `BlockPool`.
 
     Without it: a switch makes an object for each KV block, which on eight large GPUs takes longer
@@ -30,12 +26,7 @@ def block_pools_from(take: Callable[..., BlockPool]) -> Iterator[None]:
     """
     from vllm.v1.core import kv_cache_coordinator
 
-    previous = kv_cache_coordinator.BlockPool
-    kv_cache_coordinator.BlockPool = take  # type: ignore[assignment,misc]
-    try:
-        yield
-    finally:
-        kv_cache_coordinator.BlockPool = previous  # type: ignore[misc]
+    return replaced(kv_cache_coordinator, "BlockPool", take)
 
 
 @contextmanager

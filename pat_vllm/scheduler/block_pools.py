@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 from vllm.v1.core.block_pool import BlockPool
 
-from pat_vllm.patches.schedulers import block_pools_from, quiet_pool_resets
+from pat_vllm.patches.schedulers import quiet_pool_resets
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -32,11 +31,8 @@ class BlockPools:
         self._kept: dict[_Kind, list[BlockPool]] = defaultdict(list)
         self._kind_of: WeakKeyDictionary[BlockPool, _Kind] = WeakKeyDictionary()
 
-    def reused(self) -> AbstractContextManager[None]:
-        """Inside, new schedulers get kept pools where there are any of their kind."""
-        return block_pools_from(self._take)
-
-    def _take(self, metrics_collector: Any = None, **options: Any) -> BlockPool:
+    def take(self, metrics_collector: Any = None, **options: Any) -> BlockPool:
+        """What vLLM makes with these arguments: a kept pool where there is one of the kind."""
         kind = frozenset(options.items())  # whatever a version of vLLM tells a pool
         if kept := self._kept[kind]:
             pool = kept.pop()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,25 +31,10 @@ if TYPE_CHECKING:
     from pat_vllm.executor.executor import PATExecutorMixin
 
 
-@dataclass(frozen=True)
-class Parts:
-    """The parts of a `PATScheduler`.
-
-    Attributes:
-        replica_set: has the replicas and their steps.
-        controller: decides on switches.
-        monitor: sees what happens, and tells the policy.
-    """
-
-    replica_set: ReplicaSet
-    controller: LayoutController
-    monitor: Monitor
-
-
 def build(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, log_stats: bool, **stock: Any
-) -> Parts:
-    """Make the parts. Takes a profile first if the policy needs one and none is kept.
+) -> tuple[ReplicaSet, LayoutController, Monitor]:
+    """Make them. Takes a profile first if the policy needs one and none is kept.
 
     Args:
         kv_cache_config: the base layout's.
@@ -97,7 +81,7 @@ def build(
     )
     drafts = DraftLengths(vllm_config.speculative_config, lambda: policy.drafts)
     controller = LayoutController(replica_set, monitor, costs, drafts, layouts)
-    return Parts(replica_set, controller, monitor)
+    return replica_set, controller, monitor
 
 
 def _draft_rows(vllm_config: VllmConfig) -> DraftRows:

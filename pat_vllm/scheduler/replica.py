@@ -12,7 +12,7 @@ from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 
 from pat_vllm.layout import Layout
 from pat_vllm.patches.compat import drain_carried_requests
-from pat_vllm.patches.schedulers import free_blocks_at_once, quiet_connectors
+from pat_vllm.patches.schedulers import block_pools_from, free_blocks_at_once, quiet_connectors
 from pat_vllm.scheduler.block_pools import BlockPools
 from pat_vllm.worker.layout_config import kinds_of, layout_config, layout_kv_cache_config
 
@@ -148,7 +148,7 @@ class ReplicaFactory:
             self._configs[layout] = self._configure(layout)
         config, kv_cache_config = self._configs[layout]
         scheduler_cls = config.scheduler_config.get_scheduler_cls()
-        with self._pools.reused():
+        with block_pools_from(self._pools.take):
             replicas = [
                 Replica(
                     index,
@@ -179,12 +179,10 @@ class ReplicaFactory:
         self.discard(replicas)
         return seconds
 
-    def kv_cache_config(self, layout: Layout) -> KVCacheConfig:
-        """The KV cache config of one rank of `layout`."""
-        return layout_kv_cache_config(self._base_kv_cache, layout, self._base, self.kinds)
-
     def _configure(self, layout: Layout) -> tuple[VllmConfig, KVCacheConfig]:
-        kv_cache_config = self.kv_cache_config(layout)
+        kv_cache_config = layout_kv_cache_config(
+            self._base_kv_cache, layout, self._base, self.kinds
+        )
         config = layout_config(self._vllm_config, layout)
         config.cache_config.num_gpu_blocks = kv_cache_config.num_blocks
         # The class that stock vLLM would choose.

@@ -56,9 +56,6 @@ class RequestTable:
     def __iter__(self) -> Iterator[str]:
         return iter(self._tracked)
 
-    def __len__(self) -> int:
-        return len(self._tracked)
-
     def replica_of(self, request_id: str) -> Replica | None:
         """The request's replica, or None when the request is unknown."""
         tracked = self._tracked.get(request_id)
@@ -69,7 +66,7 @@ class RequestTable:
         tracked = self._tracked.get(request_id)
         return tracked is not None and tracked.request.is_finished()
 
-    def add(self, request: Request, replica: Replica, group: int, turn: Turn) -> TrackedRequest:
+    def add(self, request: Request, replica: Replica, group: int, turn: Turn) -> None:
         """Enter a request; for `group` and `turn`, see `TrackedRequest`."""
         params = request.sampling_params
         max_tokens = self._max_model_len - request.num_prompt_tokens
@@ -81,12 +78,10 @@ class RequestTable:
             exact = params is not None and bool(
                 params.ignore_eos and not params.stop and not params.stop_token_ids
             )
-        tracked = TrackedRequest(
+        self._tracked[request.request_id] = TrackedRequest(
             request, replica, group, turn, max(1, max_tokens), exact, self._entered
         )
         self._entered += 1
-        self._tracked[request.request_id] = tracked
-        return tracked
 
     def pop(self, request_id: str) -> TrackedRequest | None:
         """Take a request out."""

@@ -50,10 +50,9 @@ class PATScheduler(SchedulerInterface):
         self.kv_cache_config = kv_cache_config
         self.connector = None
         self.ec_connector = None
-        self._log_stats = log_stats
         most = max(one.max_num_seqs for one in limits_by_tp(vllm_config).values())
         make_room_for_grammars(structured_output_manager, most)
-        parts = build(
+        self.replica_set, self.controller, self.monitor = build(
             vllm_config,
             kv_cache_config,
             log_stats,
@@ -63,9 +62,6 @@ class PATScheduler(SchedulerInterface):
             mm_registry=mm_registry,
             include_finished_set=include_finished_set,
         )
-        self.replica_set = parts.replica_set
-        self.controller = parts.controller
-        self.monitor = parts.monitor
         register_commands(self)
 
     # ---------------------------------------------------------------- steps
@@ -101,9 +97,10 @@ class PATScheduler(SchedulerInterface):
         outputs = self.replica_set.take_outputs()
         for client in outputs.values():
             if client.scheduler_stats is not None:
-                whole_engine(client.scheduler_stats, [r.scheduler for r in self._replicas])
+                whole_engine(client.scheduler_stats, self)
         if self.monitor.metrics is not None:
-            self.monitor.metrics.state(self.replica_set.layout, self._num_seqs())
+            num_seqs = [replica.num_seqs for replica in self._replicas]
+            self.monitor.metrics.state(self.replica_set.layout, num_seqs)
             send_metrics(self.monitor.metrics, outputs, self.make_stats)
         return outputs
 
@@ -146,9 +143,6 @@ class PATScheduler(SchedulerInterface):
     def _replicas(self) -> list[Replica]:
         return self.replica_set.replicas
 
-    def _num_seqs(self) -> list[int]:
-        return [replica.num_seqs for replica in self._replicas]
-
     @property
     def pause_state(self) -> PauseState:
         return self.replica_set.pause_state
@@ -174,18 +168,14 @@ class PATScheduler(SchedulerInterface):
         return sum(usages) / len(usages)
 
     def make_stats(self) -> SchedulerStats | None:
-        if not self._log_stats:
+        if self.monitor.metrics is None:
             return None
-        merged: SchedulerStats | None = None
-        for replica in self._replicas:
-            stats = replica.scheduler.make_stats()
-            assert stats is not None
-            if merged is None:
-                merged = stats
-            else:
-                merge_stats(merged, stats)
+        merged, *others = (replica.scheduler.make_stats() for replica in self._replicas)
         assert merged is not None
-        return whole_engine(merged, [replica.scheduler for replica in self._replicas])
+        for stats in others:
+            assert stats is not None
+            merge_stats(merged, stats)
+        return whole_engine(merged, self)
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         raise AssertionError("drafts come with the results of steps")

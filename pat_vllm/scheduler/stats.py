@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from vllm.v1.engine import EngineCoreOutputs
@@ -10,31 +10,25 @@ from vllm.v1.engine import EngineCoreOutputs
 from pat_vllm.patches.compat import add_hits_by_source, clear_kv_fetches
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.metrics.stats import PrefixCacheStats, SchedulerStats
     from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
     from pat_vllm.metrics.updates import Updates
+    from pat_vllm.scheduler.scheduler import PATScheduler
 
 
-def whole_engine(stats: SchedulerStats, schedulers: Sequence[Scheduler]) -> SchedulerStats:
+def whole_engine(stats: SchedulerStats, engine: PATScheduler) -> SchedulerStats:
     """Turn the gauges of one replica's `stats` into those of all.
 
     What counts events since the last time (prefix-cache hits, evictions) stays the replica's own,
     for each replica reports its own. KV cache usage is the mean, as the pools are equally large.
     """
-    running = waiting = deferred = 0
-    usage = 0.0
-    for scheduler in schedulers:
-        replica_running, replica_waiting = scheduler.get_request_counts()
-        running += replica_running
-        waiting += replica_waiting
-        deferred += len(scheduler.deferred_waiting)
-        usage += scheduler.get_kv_cache_usage()
+    running, waiting = engine.get_request_counts()
+    deferred = sum(len(one.scheduler.deferred_waiting) for one in engine.replica_set.replicas)
     stats.num_running_reqs = running
     stats.num_waiting_reqs = waiting - deferred
     stats.num_skipped_waiting_reqs = deferred
-    stats.kv_cache_usage = usage / len(schedulers)
+    stats.kv_cache_usage = engine.get_kv_cache_usage()
     # Only switches use the schedulers' KV connector; it is no cache, and nothing is fetched.
     stats.connector_prefix_cache_stats = None
     clear_kv_fetches(stats)

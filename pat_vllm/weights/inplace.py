@@ -13,6 +13,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from pat_vllm.kernels.swap import ByteSwaps, RowSwap, prepare
 from pat_vllm.layout import Layout
 from pat_vllm.patches.weights import keep_plain_weights
+from pat_vllm.weights.loaders import WeightStrategy
 from pat_vllm.weights.model_weights import Weight, derive, matching_weights, model_weights
 from pat_vllm.weights.row_order import Block, RowOrder, block_of, common_unit, rounds
 from pat_vllm.weights.shards import Cut, pieces_of
@@ -22,7 +23,7 @@ _SMALL = 256 << 10
 its shape when other parameters are there."""
 
 
-class InPlaceShards:
+class InPlaceShards(WeightStrategy):
     """The weights of the other layouts are views of the base layout's.
 
     A layout's shard of a row-parallel matrix is a range of columns. Its shard of a column-parallel
@@ -52,13 +53,7 @@ class InPlaceShards:
 
     # ---------------------------------------------------------------- start
 
-    def check(self, model: nn.Module) -> None:
-        """See `WeightStrategy`."""
-        for _ in model_weights(model):
-            pass
-
     def capture(self, model: nn.Module) -> None:
-        """See `WeightStrategy`."""
         keep_plain_weights(model)
         self._base = {weight.name: weight for weight in model_weights(model)}
         for weight in self._base.values():
@@ -68,7 +63,7 @@ class InPlaceShards:
 
     @contextmanager
     def building(self) -> Iterator[None]:
-        """See `WeightStrategy`. Gives the memory of each parameter back when the next one is made:
+        """Gives the memory of each parameter back when the next one is made:
         what has just made it may still give it another shape."""
         last: nn.Parameter | None = None
         small: list[nn.Parameter] = []
@@ -92,11 +87,7 @@ class InPlaceShards:
                 parameter.untyped_storage().resize_(0)
 
     def fill(self, model: nn.Module) -> None:
-        """Make each weight a view of the base layout's, or a copy.
-
-        Raises:
-            ValueError: the model's weights are not those of the base model cut another way.
-        """
+        """Make each weight a view of the base layout's, or a copy."""
         keep_plain_weights(model)
         for weight, base in matching_weights(model, self._base):
             if all(cut.nested(weight.place) for cut in weight.cuts):
@@ -109,7 +100,6 @@ class InPlaceShards:
                 self._copies.append((weight, base))
 
     def release(self) -> None:
-        """See `WeightStrategy`."""
         copied = (weight for weight, _ in self._copies)
         bound = [(weight, weight.tensor) for weight in [*self._base.values(), *copied]]
         for weight, view in [*bound, *self._views]:
@@ -145,7 +135,7 @@ class InPlaceShards:
     # ---------------------------------------------------------------- afterwards
 
     def arrange(self, layout: Layout) -> int:
-        """See `WeightStrategy`. On a device it is queued in the current stream."""
+        """On a device it is queued in the current stream."""
         if layout == self._arranged:
             return 0
         move = self._moves[self._arranged, layout]
@@ -154,7 +144,7 @@ class InPlaceShards:
         return move.num_bytes
 
     def refresh(self, base: nn.Module, others: Iterable[nn.Module]) -> None:
-        """See `WeightStrategy`. Where an update has replaced a parameter, takes its values over."""
+        """Where an update has replaced a parameter, takes its values over."""
         for weight in self._base.values():
             new = weight.current
             if new.data_ptr() != weight.tensor.data_ptr():

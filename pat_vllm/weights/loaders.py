@@ -1,17 +1,18 @@
 """Weights are read from disk once, for the base layout; the other layouts' are derived in memory.
 
 vLLM's own model loaders do the work, through its `register_model_loader`. A runner whose load
-configuration is `base_load_config(...)` loads as the user asked and hands its plain parameters to a
-`WeightStrategy`; one whose load configuration is `derived_load_config(...)` builds its model and
-has the strategy fill it. Both happen before vLLM's `process_weights_after_loading`, which may pack
-the parameters for its kernels and free the plain ones (it does on CPU).
+format is `BASE_FORMAT` loads as the user asked and hands its plain parameters to a
+`WeightStrategy`; with `DERIVED_FORMAT` it builds its model and has the strategy fill it. Both
+happen before vLLM's `process_weights_after_loading`, which may pack the parameters for its kernels
+and free the plain ones (it does on CPU).
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,12 +25,13 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from pat_vllm.layout import Layout
 from pat_vllm.patches.compat import external_weight_memory
 from pat_vllm.patches.weights import tie_word_embeddings
+from pat_vllm.weights.model_weights import model_weights
 
 BASE_FORMAT = "pat-base"
 DERIVED_FORMAT = "pat-derived"
 
 
-class WeightStrategy(Protocol):
+class WeightStrategy(ABC):
     """Where the weights of the layouts other than the base layout come from.
 
     A rank's shard in the base layout contains its shards in all others (see `Layout`).
@@ -37,31 +39,36 @@ class WeightStrategy(Protocol):
 
     def check(self, model: nn.Module) -> None:
         """Raise ValueError if the weights of `model` cannot be derived. Reads no values."""
-        ...
+        for _ in model_weights(model):
+            pass
 
+    @abstractmethod
     def capture(self, model: nn.Module) -> None:
         """Take the loaded, not yet processed weights of the base layout's model."""
-        ...
 
     def building(self) -> AbstractContextManager[None]:
         """Context in which the model of another layout is constructed; `fill` follows."""
-        ...
+        return nullcontext()
 
+    @abstractmethod
     def fill(self, model: nn.Module) -> None:
-        """Give the model of another layout its weights."""
-        ...
+        """Give the model of another layout its weights.
 
+        Raises:
+            ValueError: the model's weights are not those of the base model cut another way.
+        """
+
+    @abstractmethod
     def release(self) -> None:
         """To be called when all layouts are filled and vLLM has processed the weights.
 
         Raises:
             ValueError: that has made them unfit for this strategy.
         """
-        ...
 
+    @abstractmethod
     def refresh(self, base: nn.Module, others: Iterable[nn.Module]) -> None:
         """The weights of the base layout may have changed: give the other layouts the new ones."""
-        ...
 
     def arrange(self, layout: Layout) -> int:
         """Put the weights of a layout in place.
@@ -72,17 +79,13 @@ class WeightStrategy(Protocol):
         Returns:
             Bytes that came to another place.
         """
-        ...
+        return 0
 
 
-def base_load_config(user: LoadConfig, strategy: WeightStrategy) -> LoadConfig:
-    """Load configuration of the base layout: as `user` says, then `strategy.capture`."""
-    return _load_config(BASE_FORMAT, user, strategy)
-
-
-def derived_load_config(user: LoadConfig, strategy: WeightStrategy) -> LoadConfig:
-    """Load configuration of any other layout: `strategy.fill`, nothing from disk."""
-    return _load_config(DERIVED_FORMAT, user, strategy)
+def load_config_of(load_format: str, user: LoadConfig, strategy: WeightStrategy) -> LoadConfig:
+    """Load configuration of the base layout (`BASE_FORMAT`), or of any other (`DERIVED_FORMAT`)."""
+    extra = {"strategy": strategy, "user": user}
+    return replace(user, load_format=load_format, model_loader_extra_config=extra)
 
 
 def change_user_config(config: LoadConfig, overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -94,11 +97,6 @@ def change_user_config(config: LoadConfig, overrides: Mapping[str, Any]) -> dict
     extra = config.model_loader_extra_config
     user = update_config(extra["user"], overrides)
     return {"model_loader_extra_config": {**extra, "user": user}}
-
-
-def _load_config(load_format: str, user: LoadConfig, strategy: WeightStrategy) -> LoadConfig:
-    extra = {"strategy": strategy, "user": user}
-    return replace(user, load_format=load_format, model_loader_extra_config=extra)
 
 
 @register_model_loader(BASE_FORMAT)

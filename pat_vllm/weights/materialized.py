@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
 
 from torch import nn
 
-from pat_vllm.layout import Layout
+from pat_vllm.weights.loaders import WeightStrategy
 from pat_vllm.weights.model_weights import Weight, derive, matching_weights, model_weights
 
 
-class MaterializedShards:
+class MaterializedShards(WeightStrategy):
     """Every layout has its own copy of its weights, in its own storage.
 
     `capture` copies nothing, but keeps the base model's plain weights alive until `release`.
@@ -20,40 +19,20 @@ class MaterializedShards:
     def __init__(self) -> None:
         self._base: dict[str, Weight] | None = None
 
-    def check(self, model: nn.Module) -> None:
-        """See `WeightStrategy`."""
-        for _ in model_weights(model):
-            pass
-
     def capture(self, model: nn.Module) -> None:
-        """See `WeightStrategy`."""
         self._base = {weight.name: weight for weight in model_weights(model)}
 
-    def building(self) -> AbstractContextManager[None]:
-        """See `WeightStrategy`."""
-        return nullcontext()
-
     def fill(self, model: nn.Module) -> None:
-        """Copy each weight's shard out of the base weights, into the storage it already has.
-
-        Raises:
-            ValueError: the model's weights are not those of the base model cut another way.
-        """
+        """Copy each weight's shard out of the base weights, into the storage it already has."""
         assert self._base is not None, "fill() before capture() or after release()"
         for weight, base in matching_weights(model, self._base):
             derive(weight, base)
 
     def release(self) -> None:
-        """See `WeightStrategy`."""
         self._base = None
 
     def refresh(self, base: nn.Module, others: Iterable[nn.Module]) -> None:
-        """See `WeightStrategy`."""
         self.capture(base)
         for model in others:
             self.fill(model)
         self.release()
-
-    def arrange(self, layout: Layout) -> int:
-        """See `WeightStrategy`."""
-        return 0

@@ -309,7 +309,12 @@ def _check_match(weight: Weight, base: Weight) -> None:
         shape = list(base.tensor.shape)
         for cut in one.cuts:
             shape[cut.dim] = cut.shard(one.place).size
-        check_shape(one.name, one.tensor, tuple(shape))
+        if list(one.tensor.shape) != shape:
+            raise ValueError(
+                f"{one.name} has shape {tuple(one.tensor.shape)} where its layer implies "
+                f"{tuple(shape)}: this model cuts it in a way of its own, and cannot be used with "
+                "PAT"
+            )
 
 
 @torch.no_grad()
@@ -328,12 +333,3 @@ def derive(weight: Weight, base: Weight) -> None:
             into = into.narrow(cut.dim, piece.dst, piece.length)
             out_of = out_of.narrow(cut.dim, piece.src, piece.length)
         into.copy_(out_of)
-
-
-def check_shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
-    """Raise ValueError if it has another."""
-    if tuple(tensor.shape) != shape:
-        raise ValueError(
-            f"{name} has shape {tuple(tensor.shape)} where its layer implies {shape}: this model "
-            "cuts it in a way of its own, and cannot be used with PAT"
-        )

@@ -16,6 +16,7 @@ from vllm.v1.worker.worker_base import CompilationTimes
 
 from pat_vllm.memory.estimate import Measured, kv_cache_bytes
 from pat_vllm.patches.compat import MakesModelRunner, use_memory_pool
+from pat_vllm.patches.replacing import replaced
 from pat_vllm.patches.runners import capture_on, graphs_measured_apart, report_weights_memory
 from pat_vllm.weights.experts import what_slows
 from pat_vllm.worker.late_memory import (
@@ -48,11 +49,8 @@ class PATGPUWorker(PATWorkerMixin, MakesModelRunner, Worker):
 
     def _make_runner(self, config: VllmConfig) -> ModelRunner:
         # vLLM's own choice of runner, made for the config that the worker holds.
-        self.vllm_config, engine_config = config, self.vllm_config
-        try:
+        with replaced(self, "vllm_config", config):
             return super()._make_model_runner()
-        finally:
-            self.vllm_config = engine_config
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[Any]:
         if (

@@ -263,7 +263,8 @@ def kinds_of(base_config: KVCacheConfig, base: Layout, num_kv_heads: int) -> tup
     found = []
     for group in base_config.kv_cache_groups:
         spec = group.kv_cache_spec
-        served_by = _class_of(spec)
+        if (served_by := class_of(spec)) is None:
+            raise ValueError(f"PAT supports {served()} only, but the KV cache is {spec}")
         heads = served_by.heads_in(spec, num_kv_heads, base.tp)
         kind = served_by.of(spec, heads, len(group.layer_names))
         if not kind.padded and len(kind.heads_of(base, 0)) != spec.num_heads:
@@ -280,17 +281,6 @@ def kinds_of(base_config: KVCacheConfig, base: Layout, num_kv_heads: int) -> tup
             "this model cannot be used with PAT"
         )
     return tuple(found)
-
-
-def _class_of(spec: Any) -> type[StateKind]:
-    """See `class_of`.
-
-    Raises:
-        ValueError: it is of no kind that is served.
-    """
-    if (kind := class_of(spec)) is None:
-        raise ValueError(f"PAT supports {served()} only, but the KV cache is {spec}")
-    return kind
 
 
 def block_ratio(layout: Layout, base: Layout, kinds: Kinds) -> int:

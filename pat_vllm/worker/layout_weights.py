@@ -6,10 +6,13 @@ from collections.abc import Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
+from torch import nn
+from vllm.model_executor.layers.attention import MLAAttention
+
 from pat_vllm.patches.weights import refuse_load_weights
 from pat_vllm.weights.inplace import InPlaceShards
-from pat_vllm.weights.latent import renew_absorbed
-from pat_vllm.weights.loaders import WeightStrategy, base_load_config, derived_load_config
+from pat_vllm.weights.loaders import BASE_FORMAT, DERIVED_FORMAT, WeightStrategy, load_config_of
 from pat_vllm.weights.materialized import MaterializedShards
 from pat_vllm.worker.layout_config import resolve_weights
 
@@ -35,11 +38,13 @@ class LayoutWeights:
         """
         self._runtimes = tuple(runtimes.values())
         self._base = self._runtimes[0]
-        self._strategy = _strategy(config, runtimes, rank)
+        self._strategy: WeightStrategy = MaterializedShards()
+        if resolve_weights(config) == "inplace":
+            self._strategy = InPlaceShards(tuple(runtimes), rank)
         self._packed = False
         for runtime in self._runtimes:
-            loader = base_load_config if runtime is self._base else derived_load_config
-            runtime.config.load_config = loader(config.load_config, self._strategy)
+            how = BASE_FORMAT if runtime is self._base else DERIVED_FORMAT
+            runtime.config.load_config = load_config_of(how, config.load_config, self._strategy)
 
     @property
     def strategy(self) -> Literal["inplace", "materialized"]:
@@ -101,9 +106,18 @@ class LayoutWeights:
         return True
 
 
-def _strategy(
-    config: VllmConfig, runtimes: Mapping[Layout, LayoutRuntime], rank: int
-) -> WeightStrategy:
-    if resolve_weights(config) == "inplace":
-        return InPlaceShards(tuple(runtimes), rank)
-    return MaterializedShards()
+@torch.no_grad()
+def renew_absorbed(model: nn.Module) -> None:
+    """Have vLLM make latent attention's `W_UV` and `W_UK_T` anew of weights that have changed.
+
+    They are parts of `kv_b_proj`, by which queries and outputs are multiplied in a decode step in
+    place of each token's keys and values, and stay where they lie. Of unquantized weights they are
+    views of it, and nothing is to be done. What a switch moves is not among these weights: a
+    layout's heads are a range of the base layout's.
+    """
+    for module in model.modules():
+        if isinstance(module, MLAAttention):
+            source = module.kv_b_proj.weight.untyped_storage().data_ptr()
+            made = list(module.parameters(recurse=False))
+            if any(tensor.untyped_storage().data_ptr() != source for tensor in made):
+                module.process_weights_after_loading(made[0].dtype)

@@ -37,7 +37,7 @@ PREFILL_TOKENS = 256
 _NUMBERS = count()
 
 
-def warm_up(worker: PATWorkerMixin, num_blocks: int, kinds: Kinds, use_v2: bool) -> float:
+def warm_up(worker: PATWorkerMixin, num_blocks: int, kinds: Kinds) -> float:
     """Run prefills and decode steps in the worker's active layout. All ranks of a replica call it.
 
     Returns:
@@ -53,16 +53,16 @@ def warm_up(worker: PATWorkerMixin, num_blocks: int, kinds: Kinds, use_v2: bool)
     long = max(1, min(PREFILL_TOKENS, limit))
     rate = 0.0
     for _ in range(2):
-        rate = long / _run(worker, [long], kinds, use_v2, decode_steps=0)
+        rate = long / _run(worker, [long], kinds, decode_steps=0)
     for size in BATCH_SIZES:
         short = max(1, min(4, limit // size))
         tokens = short + DECODE_STEPS + 1
         fits = size * num_blocks_of(kinds, tokens, room=tokens) < num_blocks
         if fits and size <= config.scheduler_config.max_num_seqs:
-            _run(worker, [short] * size, kinds, use_v2, decode_steps=DECODE_STEPS)
+            _run(worker, [short] * size, kinds, decode_steps=DECODE_STEPS)
     if (drafts := config.num_speculative_tokens) and 2 * (2 + drafts) <= limit:
         # The drafter compiles at its first drafts, too.
-        _run(worker, [1 + drafts], kinds, use_v2, decode_steps=1, drafts=drafts)
+        _run(worker, [1 + drafts], kinds, decode_steps=1, drafts=drafts)
     return rate
 
 
@@ -84,18 +84,14 @@ def warm_up_moves(
 
 
 def _run(
-    worker: PATWorkerMixin,
-    prompts: list[int],
-    kinds: Kinds,
-    use_v2: bool,
-    decode_steps: int,
-    drafts: int = 0,
+    worker: PATWorkerMixin, prompts: list[int], kinds: Kinds, decode_steps: int, drafts: int = 0
 ) -> float:
     """Prefill prompts of the given lengths, decode, forget. Returns seconds of the prefill."""
     room = decode_steps + drafts + 1
     # Ids are new ones: vLLM looks for states of linear attention where the last of an id had them.
     prefix = f"pat-warm-up-{next(_NUMBERS)}"
     requests = make_requests(prefix, prompts, room, kinds, decoding=False)
+    use_v2 = worker.vllm_config.use_v2_model_runner
     start = time.perf_counter()
     first = add_new(SchedulerOutput.make_empty(), requests, use_v2, DECODE_STEPS + drafts + 1)
     first.num_spec_tokens_to_schedule = drafts

@@ -25,7 +25,6 @@ from pat_vllm.executor.messages import (
     TransferRates,
 )
 from pat_vllm.executor.orphan import exit_when_orphaned
-from pat_vllm.kv_transfer.connector import MoveMetadata
 from pat_vllm.kv_transfer.exchange import Exchange
 from pat_vllm.kv_transfer.kv_buffer import SharedKVBuffer
 from pat_vllm.kv_transfer.plan import BlockMove
@@ -212,12 +211,7 @@ class PATWorkerMixin(WeightUpdatesMixin, _Base):
             language_model += times.language_model
             encoder += times.encoder
             assert runtime.kv_cache_config is not None
-            prefill_rate[layout] = warm_up(
-                self,
-                runtime.kv_cache_config.num_blocks,
-                self._kinds,
-                runtime.config.use_v2_model_runner,
-            )
+            prefill_rate[layout] = warm_up(self, runtime.kv_cache_config.num_blocks, self._kinds)
         warm_up_moves(self._runtimes.values(), self._kinds, self._move_kv)
         self._synchronize_device()
         bandwidth = self._exchange.measure(_PROBE_BYTES)
@@ -367,10 +361,9 @@ class PATWorkerMixin(WeightUpdatesMixin, _Base):
     ) -> None:
         """Carry out this rank's part of the moves of all ranks. Collective."""
         assert source.connector is not None and target.connector is not None
-        metadata = MoveMetadata(moves, self.rank, source.layout.world_size)
-        target.connector.bind_connector_metadata(metadata)
-        target.connector.start_load_kv(None, source=source.connector, exchange=self._exchange)
-        target.connector.clear_connector_metadata()
+        target.connector.load(
+            source.connector, self._exchange, self.rank, source.layout.world_size, moves
+        )
 
     def _synchronize_device(self) -> None:
         assert self.device is not None

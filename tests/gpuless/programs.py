@@ -30,13 +30,6 @@ def answer(out: str, name: str, value: Any) -> None:
         file.write(json.dumps([name, value]) + "\n")
 
 
-def asked_for(request: pytest.FixtureRequest, parameter: str) -> list[str]:
-    """The values of a parameter with which tests of the fixture's module will run."""
-    items = [item for item in request.session.items if item.path == request.path]
-    calls = [item.callspec.params for item in items if hasattr(item, "callspec")]
-    return list(dict.fromkeys(call[parameter] for call in calls if parameter in call))
-
-
 def in_child(name: str, work: Callable[[], None]) -> None:
     """Have a fork of this process do what changes a process for good."""
     if (child := os.fork()) == 0:
@@ -116,3 +109,19 @@ def running(
         yield Program(child, out)
     finally:
         child.kill()
+
+
+def program(module: str, parameter: str, **environment: Any) -> Any:
+    """A module's fixture: a program with the values of a parameter that the module's tests have."""
+
+    @pytest.fixture(scope="module")
+    def started(
+        request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    ) -> Iterator[Program]:
+        items = [item for item in request.session.items if item.path == request.path]
+        calls = [item.callspec.params for item in items if hasattr(item, "callspec")]
+        asked_for = dict.fromkeys(call[parameter] for call in calls if parameter in call)
+        with running(module, tmp_path_factory.mktemp(module), *asked_for, **environment) as one:
+            yield one
+
+    return started

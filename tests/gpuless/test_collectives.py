@@ -6,12 +6,12 @@ rank notes each call before it makes it (`communicators.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 
 from pat_vllm.layout import Layout, device_of
-from tests.gpuless.programs import Program, asked_for, running
+from tests.gpuless.programs import Program, program
 from tests.gpuless.sequences import Event, Merge
 
 SIZES = ("4", "8")
@@ -27,14 +27,8 @@ Events = Sequence[Sequence[Event]]
 """Of each rank, in its order."""
 
 
-@pytest.fixture(scope="module")
-def ranks(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Program]:
-    """Starts and switches with each number of ranks."""
-    sizes = asked_for(request, "size")
-    with running("collectives", tmp_path_factory.mktemp("collectives"), *sizes) as program:
-        yield program
+ranks = program("collectives", "size")
+"""Starts and switches with each number of ranks."""
 
 
 def check_order(events: Events) -> None:

@@ -17,15 +17,8 @@ from vllm.model_executor.model_loader.reload import (
     record_metadata_for_reloading,
 )
 from vllm.v1.core.sched.interface import PauseState
-from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import RequestStatus
 
-import pat_vllm.executor.executor as executor_module
-from pat_vllm import commands
-from pat_vllm.executor.executor import PATExecutorMixin
-from pat_vllm.executor.lanes import EXECUTE
-from pat_vllm.executor.messages import PATSchedulerOutput
-from pat_vllm.executor.weight_calls import WeightCalls
 from pat_vllm.layout import Layout
 from pat_vllm.worker.layout_config import layout_config
 from pat_vllm.worker.layout_weights import LayoutWeights
@@ -94,85 +87,9 @@ def test_layouts_wait_for_whole_weights() -> None:
         assert bool((base.second.weight == value).all())
 
 
-class Stock:
-    """In place of vLLM's executor: two ranks, whose base layout's weights may be incomplete."""
-
-    is_sleeping = False
-
-    def __init__(self) -> None:
-        self.whole = True
-        self.calls: list[str] = []
-        self.futures_queue = ()
-        self.rpc_broadcast_mq = SimpleNamespace(enqueue=lambda call: self.calls.append(call[0]))
-
-    def collective_rpc(self, method: str, *args: Any, **options: Any) -> list[Any]:
-        self.calls.append(method)
-        # One rank may be through with it before the other.
-        return [True, self.whole] if method == commands.REFRESH_WEIGHTS else []
-
-
-class Executor(PATExecutorMixin, Stock):
-    def __init__(self) -> None:
-        Stock.__init__(self)
-        self.layout = PAIRS
-        self._lanes: Any = SimpleNamespace(
-            send=lambda layout, replica, kind, step: self.calls.append(kind),
-            leave=lambda layout: None,
-        )
-        self.is_failed = self._in_lanes = self._stale = False
-        self._weight_calls = WeightCalls()
-        self._pending = {}
-        self._unsampled = []
-        self._commands = {}
-
-    def _call_together(self, method: str, *args: Any, **options: Any) -> list[Any]:
-        return Stock.collective_rpc(self, method)
-
-
-def step_of(tokens: int, in_flight: bool = False) -> PATSchedulerOutput:
-    step = SchedulerOutput.make_empty()
-    step.total_num_scheduled_tokens = tokens
-    return PATSchedulerOutput.of({0: step}, in_flight)
-
-
-def test_steps_in_an_update() -> None:
-    executor = Executor()
-    executor.collective_rpc("start_weight_update")
-    executor.whole = False
-    for in_flight in (False, True):
-        executor.calls.clear()
-        executor.execute_model(step_of(0, in_flight))
-        assert executor.calls[-1] == EXECUTE, "of a request that was aborted"
-        with pytest.raises(RuntimeError, match="finish_weight_update comes first"):
-            executor.execute_model(step_of(1))
-        assert executor.calls.count(EXECUTE) == 1, "with half of the weights"
-    executor.collective_rpc("finish_weight_update")
-    executor.whole = True
-    executor.calls.clear()
-    for _ in range(2):
-        executor.execute_model(step_of(1))
-    assert executor.calls == [commands.REFRESH_WEIGHTS, commands.SERVE_LANE, EXECUTE, EXECUTE]
-
-
-def test_requests_wait_as_long_as_a_step_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers are asked once for each call that may have brought the rest."""
-    clock = 1000.0
-    monkeypatch.setattr(executor_module.time, "monotonic", lambda: clock)
-    monkeypatch.setenv("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "60")
-    executor = Executor()
-    assert not executor.waits_for_weights() and not executor.calls
-    executor.whole = False
-    for call in ("start_weight_update", "update_weights"):
-        executor.collective_rpc(call)
-        for waited in (0, 59):
-            clock += waited
-            assert executor.waits_for_weights()
-    assert executor.calls.count(commands.REFRESH_WEIGHTS) == 2
-    clock += 1
-    assert not executor.waits_for_weights(), "the step tells why it cannot be made"
-    executor.whole = True
-    executor.collective_rpc("finish_weight_update")
-    assert not executor.waits_for_weights()
+def steps_end(scheduler: Any) -> None:
+    for replica in scheduler.replica_set.replicas:
+        replica.in_flight.clear()
 
 
 @pytest.mark.parametrize("pause", [PauseState.UNPAUSED, PauseState.PAUSED_ALL])
@@ -187,26 +104,10 @@ def test_steps_wait_for_weights(pause: PauseState, monkeypatch: pytest.MonkeyPat
     assert bool(scheduler.schedule().steps) == (pause == PauseState.PAUSED_ALL)
     assert scheduler.has_requests()
     monkeypatch.undo()
-    for replica in scheduler.replica_set.replicas:
-        replica.in_flight.clear()
+    steps_end(scheduler)
     scheduler.set_pause_state(PauseState.UNPAUSED)
     (step,) = scheduler.schedule().steps.values()
     assert step.total_num_scheduled_tokens
-
-
-@pytest.mark.parametrize(
-    ("method", "why"),
-    [
-        ("skyrl_sleep_for_weight_sync", "offload_kv_for_weight_sync to false"),
-        ("init_nccl_reshard_comm_group", "by collective or by ipc"),
-    ],
-)
-def test_calls_by_which_something_would_be_lost_are_refused(method: str, why: str) -> None:
-    """The engine is as before."""
-    executor = Executor()
-    with pytest.raises(RuntimeError, match=f"PAT refuses {method}: .*{why}"):
-        executor.collective_rpc(method)
-    assert not executor.calls and not executor._stale
 
 
 def test_no_switch_in_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,8 +118,7 @@ def test_no_switch_in_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executor, "switch", switch)
     scheduler.add_request(without_workers.request("r", 0))
     scheduler.schedule()
-    for replica in scheduler.replica_set.replicas:
-        replica.in_flight.clear()
+    steps_end(scheduler)
     monkeypatch.setattr(executor, "refresh_weights", lambda: False)
     # A client goes away while its request is paused, and the engine has nothing left to do.
     scheduler.finish_requests("r", RequestStatus.FINISHED_ABORTED)
@@ -238,8 +138,7 @@ def test_a_batch_ends_while_weights_are_away(monkeypatch: pytest.MonkeyPatch) ->
     scheduler.add_request(without_workers.request("r", 0))
     assert scheduler.controller.request_switch(2)
     scheduler.schedule()
-    for replica in scheduler.replica_set.replicas:
-        replica.in_flight.clear()
+    steps_end(scheduler)
     scheduler.finish_requests("r", RequestStatus.FINISHED_ABORTED)
     monkeypatch.setattr(without_workers.EXECUTOR, "refresh_weights", lambda: False)
     monkeypatch.setattr(without_workers.EXECUTOR, "weights_version", 1)

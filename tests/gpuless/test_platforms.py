@@ -19,7 +19,7 @@ from tests.gpuless.matrix import (
     TUNED,
 )
 from tests.gpuless.platforms import DEFAULTS_ONLY, PLATFORMS
-from tests.gpuless.programs import asked_for, running
+from tests.gpuless.programs import Program, program
 
 pytestmark = pytest.mark.costly
 
@@ -45,12 +45,13 @@ REFUSED = {
 """Who refuses, and what the error says: the backend, and the setting that helps."""
 
 
+matrix = program("matrix", "platform")
+
+
 @pytest.fixture(scope="module")
-def lines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Lines:
+def lines(matrix: Program) -> Lines:
     """Answers on the platforms that the module's tests ask for."""
-    wanted = asked_for(request, "platform")
-    with running("matrix", tmp_path_factory.mktemp("matrix"), *wanted) as program:
-        return [answer for _, answer in program.all_of()]
+    return [answer for _, answer in matrix.all_of()]
 
 
 def of(lines: Lines, **wanted: Any) -> Lines:

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.gpuless.programs import Program, asked_for, running
+from tests.gpuless.programs import Program, program
 from tests.gpuless.start import GPUS, MEMORY
 
 CASES = ("sm90:Qwen3-30B-A3B",)
 """The rest of the product is nightly."""
 
 
-@pytest.fixture(scope="module")
-def starts(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Program]:
-    """The starts that the module's tests ask for."""
-    folder = tmp_path_factory.mktemp("starts")
-    with running("start", folder, *asked_for(request, "case")) as program:
-        yield program
+starts = program("start", "case")
 
 
 def check_start(started: dict[str, Any]) -> None:

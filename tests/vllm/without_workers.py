@@ -82,13 +82,6 @@ def engine_config(
         options: the engine's, for others than here.
     """
     from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.kv_cache_interface import (
-        FullAttentionSpec,
-        KVCacheConfig,
-        KVCacheGroupSpec,
-        KVCacheTensor,
-    )
-    from vllm.v1.structured_output import StructuredOutputManager
 
     from pat_vllm.executor import executor as executor_module
 
@@ -103,22 +96,37 @@ def engine_config(
         enforce_eager=True,
         **options,
     ).create_engine_config()
-    config.cache_config.block_size = BLOCK_SIZE
-    config.cache_config.num_gpu_blocks = num_blocks
+    executor_module._executors[config.instance_id] = EXECUTOR  # type: ignore[assignment]
+    return config, scheduler_arguments(config, num_blocks, specs)
+
+
+def kv_cache_config(num_blocks: int, specs: Sequence[Any] = ()) -> Any:
+    """Of groups of a layer each; for `specs`, see `engine_config`."""
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        KVCacheConfig,
+        KVCacheGroupSpec,
+        KVCacheTensor,
+    )
+
     groups = [
         KVCacheGroupSpec([f"layer {group}"], one)
         for group, one in enumerate(specs or [spec(FullAttentionSpec)])
     ]
     page = groups[0].kv_cache_spec.page_size_bytes
     size = num_blocks * page
-    kv_cache_config = KVCacheConfig(
-        num_blocks=num_blocks,
-        kv_cache_tensors=[KVCacheTensor(size, group.layer_names, size, page) for group in groups],
-        kv_cache_groups=groups,
-    )
-    executor_module._executors[config.instance_id] = EXECUTOR  # type: ignore[assignment]
-    return config, dict(
-        kv_cache_config=kv_cache_config,
+    tensors = [KVCacheTensor(size, group.layer_names, size, page) for group in groups]
+    return KVCacheConfig(num_blocks, kv_cache_tensors=tensors, kv_cache_groups=groups)
+
+
+def scheduler_arguments(config: Any, num_blocks: int, specs: Sequence[Any] = ()) -> dict[str, Any]:
+    """What a scheduler with this config takes beside it. The config is told of the blocks."""
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    config.cache_config.block_size = BLOCK_SIZE
+    config.cache_config.num_gpu_blocks = num_blocks
+    return dict(
+        kv_cache_config=kv_cache_config(num_blocks, specs),
         structured_output_manager=StructuredOutputManager(config),
         block_size=BLOCK_SIZE,
         hash_block_size=BLOCK_SIZE,

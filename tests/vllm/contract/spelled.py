@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from vllm.config import CacheConfig, ModelConfig, MultiModalConfig, VllmConfig
-from vllm.distributed.device_communicators import flashinfer_all_reduce
+from vllm.distributed.device_communicators import custom_all_reduce, flashinfer_all_reduce
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import ForwardContext
@@ -21,6 +21,7 @@ from vllm.multimodal.processing.context import BaseProcessingInfo
 from vllm.renderers.base import BaseRenderer
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+from vllm.v1.core import kv_cache_coordinator
 from vllm.v1.core.sched.interface import SchedulerInterface
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -103,12 +104,13 @@ def assigned(worker: Worker, executor: MultiprocExecutor) -> tuple[Any, ...]:
 def in_strings(
     client: SyncMPClient, runner: RunnerV2, output: AsyncModelRunnerOutput, model: ModelConfig
 ) -> tuple[Any, ...]:
-    """For `getattr` and its like."""
+    """For `getattr`, `replaced` and their like."""
     return (
         *(client._send_input, runner.req_states, output.get_output),
         *(flashinfer_all_reduce._fi_ar_workspace, flashinfer_all_reduce._fi_ar_quant_workspace),
         flashinfer_all_reduce._fi_ar_workspace_failed,
         flashinfer_all_reduce._fi_ar_quant_workspace_failed,
+        *(custom_all_reduce._can_p2p, kv_cache_coordinator.BlockPool),
     )
 
 

@@ -18,7 +18,6 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
 from pat_vllm import commands
 from pat_vllm.executor import executor as executor_module
-from pat_vllm.executor import weight_calls as weight_calls_module
 from pat_vllm.executor.executor import PATExecutor, PATExecutorMixin
 from pat_vllm.executor.leftovers import Leftovers
 from pat_vllm.executor.messages import CallFailed, StepReply, SwitchCommand
@@ -37,6 +36,7 @@ def begin(executor: Any) -> None:
     executor._lanes = Mock()
     executor._in_lanes = False
     executor._pending = {}
+    executor._unsampled = []
     executor._commands = {}
     executor._stale = False
     executor._weight_calls = WeightCalls()
@@ -52,13 +52,14 @@ def step_timeout(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
 
 
 class Stock:
-    """As much of vLLM's executor as is asked for."""
+    """As much of vLLM's executor as is asked for: two ranks, whose weights may be incomplete."""
 
     is_sleeping = False
     vllm_config = None
 
     def __init__(self) -> None:
         self.calls: list[str] = []
+        self.whole = True
         self.futures_queue: deque[Any] = deque()
 
     def compile_or_warm_up_model(self) -> None:
@@ -74,10 +75,12 @@ class Executor(PATExecutorMixin, Stock):
         Stock.__init__(self)
         begin(self)
         self._leftovers = Leftovers([])
+        self.rpc_broadcast_mq.enqueue = lambda call: self.calls.append(call[0])
 
     def _call_together(self, method: str, *args: Any, **options: Any) -> list[Any]:
         self.calls.append(method)
-        return []
+        # One rank may be through with it before the other.
+        return [True, self.whole] if method == commands.REFRESH_WEIGHTS else []
 
 
 class RealExecutor(PATExecutor):
@@ -330,7 +333,7 @@ def test_workers_have_the_methods_that_are_called() -> None:
     assert methods == commands.WORKER_METHODS
 
 
-# -------------------------------------------------------------------- lanes and weights
+# -------------------------------------------------------------------- lanes
 
 
 def test_a_worker_that_dies_while_the_lanes_are_opened(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -357,55 +360,6 @@ def test_a_worker_that_dies_while_the_lanes_are_opened(monkeypatch: pytest.Monke
     with pytest.raises(RuntimeError, match="Executor failed"):
         executor.compile_or_warm_up_model()
     released.set()
-
-
-def test_weights_are_not_touched_while_they_are_away() -> None:
-    """A step while the engine sleeps only ends requests. The first one afterwards derives them."""
-    executor = Executor()
-    executor.layout = COMMAND.target
-    executor.collective_rpc("sleep")
-    executor.is_sleeping = True
-    executor._enter_lanes()
-    executor.collective_rpc("wake_up")
-    assert "pat_refresh_weights" not in executor.calls
-    executor.is_sleeping = False
-    executor._enter_lanes()
-    assert executor.calls == ["sleep", "wake_up", "pat_refresh_weights"]
-
-
-@pytest.mark.parametrize(
-    ("method", "call", "version"),
-    [
-        ("profile", "profile", 0),
-        ("sleep", "sleep", 1),
-        ("load_my_weights", "pat_call_in_base", 1),
-        (print, "pat_call_in_base", 1),
-        ("liveness_probe", "liveness_probe", 0),
-        ("my_gauge", "my_gauge", 0),
-    ],
-)
-def test_which_calls_may_change_weights(method: Any, call: str, version: int) -> None:
-    executor = Executor()
-    executor._weight_calls = WeightCalls(["my_gauge"])
-    executor.collective_rpc(method)
-    assert (executor.calls, executor.weights_version) == ([call], version)
-    assert executor._stale == bool(version)
-
-
-def test_a_call_that_may_only_have_read_is_told_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where deriving the weights again took long."""
-    logger = Mock()
-    monkeypatch.setattr(weight_calls_module, "logger", logger)
-    calls = WeightCalls(["my_gauge"])
-    for method, seconds in (
-        ("my_gauge", 1.0), ("sleep", 1.0), ("quick", 0.001), ("slow", 0.04), ("slow", 0.05)
-    ):  # fmt: skip
-        calls.keeps_weights(method)
-        calls.refreshed(seconds)
-    ((words, *values),) = [call.args for call in logger.info.call_args_list]
-    line = words % tuple(values)
-    assert "collective_rpc('slow')" in line and "in 40 ms" in line
-    assert "name it in pat.readonly_calls" in line
 
 
 class PlayedLanes:

@@ -81,10 +81,10 @@ def num_bytes(rounds: list[list[RowSwap]]) -> int:
     return sum(2 * t.narrow(dim, a, length).nbytes for t, a, _, length, dim in every)
 
 
-def check_swaps(tensors: list[torch.Tensor], rounds: list[list[RowSwap]], **options: int) -> None:
+def check_swaps(tensors: list[torch.Tensor], rounds: list[list[RowSwap]]) -> None:
     """Prepared swaps, twice on what lies there then, and the way back: the rounds in reverse."""
     before, after = [tensor.clone() for tensor in tensors], swapped(tensors, rounds)
-    forth, back = prepare(rounds, **options), prepare(rounds[::-1], **options)
+    forth, back = prepare(rounds), prepare(rounds[::-1])
     assert forth.num_bytes == num_bytes(rounds)
     for _ in range(2):
         forth.run()
@@ -94,11 +94,13 @@ def check_swaps(tensors: list[torch.Tensor], rounds: list[list[RowSwap]], **opti
 
 
 @settings(max_examples=80)
-@given(st.randoms(use_true_random=False), st.sampled_from([16, 100, 4096, swap.STAGING_BYTES]))
+@given(st.randoms(use_true_random=False), st.sampled_from([16, 96, 4096, swap._CPU_STAGING_BYTES]))
 def test_swaps_are_those_of_plain_indexing_whatever_the_staging(
     rng: random.Random, staging_bytes: int
 ) -> None:
-    check_swaps(*random_swaps(rng), staging_bytes=staging_bytes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(swap, "_CPU_STAGING_BYTES", staging_bytes)
+        check_swaps(*random_swaps(rng))
 
 
 def test_parameters_and_inference_tensors_can_be_swapped() -> None:
@@ -131,8 +133,6 @@ def test_ranges_that_are_refused(swaps: list[RowSwap], message: str) -> None:
 def test_what_overlaps_may_be_in_several_rounds() -> None:
     prepare([[RowSwap(TEN, 0, 4, 4)], [RowSwap(TEN[2:], 5, 6, 1)]]).run()
     prepare([[RowSwap(TEN, 0, 5, 3, dim=1), RowSwap(TEN, 3, 8, 2, dim=1)]]).run()
-    with pytest.raises(ValueError, match="staging_bytes"):
-        prepare([], staging_bytes=8)
 
 
 # -------------------------------------------------------------------- KV blocks

@@ -7,7 +7,6 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from vllm.v1.core import kv_cache_coordinator
 from vllm.v1.core.block_pool import BlockPool
 
 from pat_vllm.scheduler import block_pools
@@ -25,8 +24,7 @@ def scheduler_with(pool: BlockPool, requests: dict[str, list[Any]]) -> Any:
 
 
 def make(kept: BlockPools, **kind: Any) -> BlockPool:
-    with kept.reused():
-        return kv_cache_coordinator.BlockPool(**{**KIND, "metrics_collector": None, **kind})
+    return kept.take(**{**KIND, "metrics_collector": None, **kind})
 
 
 @pytest.mark.parametrize("most_sorted", [64, 63])

@@ -12,8 +12,6 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
 )
@@ -22,7 +20,7 @@ from pat_vllm.kinds import NULL_BLOCK
 from pat_vllm.layout import Layout
 from pat_vllm.scheduler.prefix_cache import num_cached, num_unused
 from pat_vllm.worker.layout_config import kinds_of
-from tests.vllm.without_workers import BLOCK_SIZE, request_of, spec
+from tests.vllm.without_workers import BLOCK_SIZE, kv_cache_config, request_of, spec
 
 FULL = spec(FullAttentionSpec)
 
@@ -43,13 +41,7 @@ GROUPS = {
 @pytest.fixture(params=GROUPS)
 def replica(request: pytest.FixtureRequest) -> Any:
     """What PAT asks of a replica, over a manager of vLLM's."""
-    config = KVCacheConfig(
-        num_blocks=100,
-        kv_cache_tensors=[],
-        kv_cache_groups=[
-            KVCacheGroupSpec([f"layer {i}"], one) for i, one in enumerate(GROUPS[request.param])
-        ],
-    )
+    config = kv_cache_config(100, GROUPS[request.param])
     manager = KVCacheManager(config, 4096, BLOCK_SIZE, BLOCK_SIZE, log_stats=False)
     kinds = kinds_of(config, Layout(1, 1), 8)
     return SimpleNamespace(scheduler=SimpleNamespace(kv_cache_manager=manager), kinds=kinds)

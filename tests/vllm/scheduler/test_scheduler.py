@@ -276,7 +276,7 @@ def test_a_switch_that_another_thread_asks_for_waits_for_the_first_step(schedule
     step(scheduler)
     asking.join(60)
     assert made == [True] and scheduler.replica_set.layout.tp == 2
-    assert len(scheduler.monitor.requests) == 4
+    assert len([*scheduler.monitor.requests]) == 4
 
 
 def test_a_failed_hand_over_fails_the_engine(

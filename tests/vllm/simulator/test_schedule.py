@@ -7,19 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    KVCacheTensor,
-)
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.structured_output import StructuredOutputManager
 
 from pat_vllm.simulator.replica import SimulatedReplica
 from pat_vllm.simulator.requests import SimulatedRequests
@@ -28,8 +20,10 @@ from pat_vllm.simulator.traces import LengthTrace
 from tests.support.models import random_model
 from tests.unit.simulator.simple import capacity_of
 from tests.vllm.simulator.arrivals import Arrivals
+from tests.vllm.without_workers import BLOCK_SIZE as BLOCK
+from tests.vllm.without_workers import scheduler_arguments
 
-BLOCK, PROMPT, BUDGET, LONGEST = 16, 64, 512, 1000
+PROMPT, BUDGET, LONGEST = 64, 512, 1000
 
 
 @pytest.mark.parametrize("blocks", [400, 800])
@@ -120,20 +114,5 @@ def scheduler_of(max_num_seqs: int, blocks: int) -> Any:
         enforce_eager=True,
         async_scheduling=False,
     ).create_engine_config()
-    config.cache_config.block_size, config.cache_config.num_gpu_blocks = BLOCK, blocks
-    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=8, head_size=32, dtype=torch.bfloat16)
-    page = spec.page_size_bytes
-    kv_cache_config = KVCacheConfig(
-        num_blocks=blocks,
-        kv_cache_tensors=[KVCacheTensor(blocks * page, ["layer"], blocks * page, page)],
-        kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
-    )
     init_none_hash(sha256)
-    return Scheduler(
-        vllm_config=config,
-        kv_cache_config=kv_cache_config,
-        structured_output_manager=StructuredOutputManager(config),
-        block_size=BLOCK,
-        hash_block_size=BLOCK,
-        log_stats=False,
-    )
+    return Scheduler(vllm_config=config, **scheduler_arguments(config, blocks))

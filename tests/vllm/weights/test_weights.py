@@ -47,9 +47,9 @@ from pat_vllm.patches.weights import keep_plain_weights
 from pat_vllm.weights.inplace import InPlaceShards
 from pat_vllm.weights.loaders import (
     BASE_FORMAT,
-    base_load_config,
+    DERIVED_FORMAT,
     change_user_config,
-    derived_load_config,
+    load_config_of,
 )
 from pat_vllm.weights.materialized import MaterializedShards
 from pat_vllm.weights.model_weights import model_weights
@@ -310,7 +310,9 @@ def test_models_that_cannot_be_derived(name: str) -> None:
     make, parts = UNFIT[name]
     with as_rank(1, 0):
         model = make()
-    loader = get_model_loader(base_load_config(LoadConfig(load_format="dummy"), Unread()))
+    loader = get_model_loader(
+        load_config_of(BASE_FORMAT, LoadConfig(load_format="dummy"), Unread())
+    )
     with pytest.raises(ValueError) as error:
         loader.load_weights(model, None)  # type: ignore[arg-type]
     for part in parts:
@@ -505,7 +507,7 @@ def test_through_vllms_get_model_the_checkpoint_is_read_once(tmp_path: Path) -> 
     user = vllm_config.load_config
     expected = values(load(vllm_config, Place(2, 1), user))
     strategy = Plain()
-    vllm_config.load_config = base_load_config(user, strategy)
+    vllm_config.load_config = load_config_of(BASE_FORMAT, user, strategy)
     loader: Any = get_model_loader(vllm_config.load_config)
     assert loader.loader.load_config is user
     vllm_config.compilation_config.static_forward_context.clear()
@@ -514,7 +516,7 @@ def test_through_vllms_get_model_the_checkpoint_is_read_once(tmp_path: Path) -> 
     for checkpoint in path.glob("*.safetensors"):
         checkpoint.unlink()
     layout_config = vllm_config_for(path, tp=2)
-    layout_config.load_config = derived_load_config(user, strategy)
+    layout_config.load_config = load_config_of(DERIVED_FORMAT, user, strategy)
     with as_rank(2, 1):
         derived = values(get_model(vllm_config=layout_config))
     assert derived.keys() == expected.keys()
@@ -564,12 +566,12 @@ def test_a_head_that_the_checkpoint_of_a_tied_model_has(
     """
     vllm_config = with_head(tmp_path / "model", change)
     user, strategy = vllm_config.load_config, make()
-    vllm_config.load_config = base_load_config(user, strategy)
+    vllm_config.load_config = load_config_of(BASE_FORMAT, user, strategy)
     models: dict[int, Any] = {}
     with as_rank(1, 0):
         models[1] = get_model(vllm_config=vllm_config)
     derived_config = layout_config(vllm_config, Layout(2, 1))
-    derived_config.load_config = derived_load_config(user, strategy)
+    derived_config.load_config = load_config_of(DERIVED_FORMAT, user, strategy)
     with as_rank(2, 0):
         models[2] = get_model(vllm_config=derived_config)
     strategy.release()
@@ -588,7 +590,7 @@ def test_a_head_that_the_checkpoint_of_a_tied_model_has(
 
 def test_another_loader_reads_again_what_was_made_up() -> None:
     """As trainers do, which start with random weights."""
-    made_up = base_load_config(LoadConfig(load_format="dummy"), MaterializedShards())
+    made_up = load_config_of(BASE_FORMAT, LoadConfig(load_format="dummy"), MaterializedShards())
     first: Any = get_model_loader(made_up)
     with pytest.raises(NotImplementedError, match=r"`dummy` format.*update_config"):
         first.get_all_weights(None, None)

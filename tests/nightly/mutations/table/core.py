@@ -89,8 +89,8 @@ MUTATIONS = mutations({
     ],
     "tests/vllm/scheduler/test_block_pools.py": [
         ("a discarded scheduler's requests keep their blocks", "scheduler.block_pools:BlockPools.keep", "manager.free(request)", "pass"),
-        ("a pool of another kind is taken", "scheduler.block_pools:BlockPools._take", "frozenset(options.items())", "frozenset()"),
-        ("a pool keeps the metrics of its last scheduler", "scheduler.block_pools:BlockPools._take", "pool.metrics_collector = metrics_collector", "pass"),
+        ("a pool of another kind is taken", "scheduler.block_pools:BlockPools.take", "frozenset(options.items())", "frozenset()"),
+        ("a pool keeps the metrics of its last scheduler", "scheduler.block_pools:BlockPools.take", "pool.metrics_collector = metrics_collector", "pass"),
     ],
     "tests/unit/predictor/test_draft_lengths.py": [
         ("a policy begins with draft lengths", "predictor.adaptive:AdaptivePolicy.__init__", "self.drafts = {layout: ((1, 1, 0),) for layout in layouts}", "pass"),
@@ -116,8 +116,6 @@ MUTATIONS = mutations({
         ("a failed switch does not end the engine", "executor.executor:_fatal", "self.fail(error)", "pass"),
     ],
     "tests/vllm/executor/test_executor.py": [
-        ("an update leaves other layouts' weights as they were", "executor.executor:PATExecutorMixin.collective_rpc", "self._stale, self._missing = True, False", "pass"),
-        ("weights are derived while the engine sleeps", "executor.executor:PATExecutorMixin.refresh_weights", "self._stale and not self._missing and not self.is_sleeping", "self._stale and not self._missing"),
         ("a switch takes replies to calls before it", "executor.replies:OwnRepliesMixin._read_earlier_replies", "if self.futures_queue:", "if False:"),
         ("the executor stays in the layout that was left", "executor.executor:PATExecutorMixin.switch", "self.layout = command.target", "pass"),
         ("a drain ends with the first results", "executor.executor:PATExecutorMixin.finished", "(results and not wait_for_all)", "results"),
@@ -125,9 +123,19 @@ MUTATIONS = mutations({
         ("what a user's failed call leaves is read by the next", "executor.replies:OwnRepliesMixin._call_of_user", "self._unread = True", "pass"),
         ("a failure is heard when all ranks have replied", "executor.replies:OwnRepliesMixin._call_of_user", "check=checked", "check=None"),
         ("weights that are never derived are waited for", "executor.executor:PATExecutorMixin.refresh_weights", "self._call_together(commands.REFRESH_WEIGHTS)", "self.collective_rpc(commands.REFRESH_WEIGHTS, timeout=1)"),
-        ("what is left is read up to the first reply", "executor.replies:drop_until", "isinstance(reply, str) and reply == answer", "reply is not None"),
+        ("what is left is read up to the first reply", "executor.replies:OwnRepliesMixin._drop_unread", "isinstance(reply, str) and reply == last", "reply is not None"),
         ("a call that failed in a worker succeeds", "executor.replies:_checked", "isinstance(reply, CallFailed)", "False"),
+    ],
+    "tests/vllm/executor/test_weight_calls.py": [
+        ("an update leaves other layouts' weights as they were", "executor.executor:PATExecutorMixin.collective_rpc", "self._stale, self._missing = True, False", "pass"),
+        ("weights are derived while the engine sleeps", "executor.executor:PATExecutorMixin.refresh_weights", "self._stale and not self._missing and not self.is_sleeping", "self._stale and not self._missing"),
         ("sleep is called on the base layout's model", "executor.weight_calls:discards_weights", "method in _DISCARD_WEIGHTS", "method not in _DISCARD_WEIGHTS"),
+        ("buffers of layouts are discarded", "executor.weight_calls:WeightCalls.keeps_weights", "if method in _REFUSED:", "if False:"),
+        ("requests wait for ever", "executor.executor:PATExecutorMixin.waits_for_weights", "waited < envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "True"),
+        ("one rank speaks for all", "executor.executor:PATExecutorMixin.refresh_weights", "not all(", "not any("),
+        ("workers are asked at each step", "executor.executor:PATExecutorMixin.refresh_weights", "and not self._missing ", ""),
+        ("a step runs with half of the weights", "executor.executor:PATExecutorMixin.execute_model", "if has_tokens and not", "if False and not"),
+        ("a step in flight counts as tokens", "executor.executor:PATExecutorMixin.execute_model", "any(step.total_num_scheduled_tokens for step in steps)", "scheduler_output.total_num_scheduled_tokens"),
     ],
     "tests/vllm/kv_transfer/test_exchange.py": [
         ("a round is written before all is packed", "kv_transfer.exchange:Exchange._run_rounds", "            packs.pack(views[index][0], part)\n", "            pass\n"),
@@ -175,7 +183,7 @@ MUTATIONS = mutations({
         ("rows of the first expert only trade places", "kernels.swap:_sides", "(tensor.shape[:dim]), -1)", "(tensor.shape[:dim]), -1)[:1]"),
     ],
     "tests/vllm/weights/test_latent.py": [
-        ("copies of absorbed weights stay old", "weights.latent:renew_absorbed", "not _is_view(module)", "False"),
+        ("copies of absorbed weights stay old", "worker.layout_weights:renew_absorbed", "untyped_storage().data_ptr() != source", "untyped_storage().data_ptr() is None"),
         ("absorbed weights are the checkpoint's", "weights.model_weights:model_weights", "if isinstance(module, MLAAttention):", "if False:"),
     ],
     "tests/vllm/weights/test_inplace.py": [

@@ -39,7 +39,7 @@ MUTATIONS = mutations({
     "tests/engine/v2/test_drafts.py::test_buffers_are_as_computed": [
         ("V2: each layout has penalty counters of its own", "worker.handover:V2Handover.share", "share_penalty_counts(runner, host)", "pass"),
         ("V2: each layout has grammar bitmasks of its own", "patches.runners:share_grammar_bitmask", "own.grammar_bitmask = shared.grammar_bitmask[:rows]", "pass"),
-        ("V2: each layout has token ids of its own", "patches.runners:token_ids_of", "states.StagedWriteTensor = take", "states.StagedWriteTensor = make"),
+        ("V2: each layout has token ids of its own", "patches.runners:token_ids_of", '"StagedWriteTensor", take', '"StagedWriteTensor", make'),
     ],
     "tests/engine/v2/test_pairs.py::test_every_ordered_pair_when_kv_is_computed_again": [
         ("tokens left behind count as computed", "scheduler.switch_plan:_rewind", "request.num_computed_tokens = 0", "request.num_computed_tokens = 0 if one.migrates else max(0, one.computed - 1)"),
@@ -56,7 +56,7 @@ MUTATIONS = mutations({
         ("a step without drafts fails on CPU", "patches.drafts:verify_sampled_drafts", "original(logits, *args, **options) if len(logits) else logits", "original(logits, *args, **options)"),
     ],
     "tests/engine/v2/test_drafts.py::test_steps_without_drafts_look_for_none": [
-        ("V2: drafts of length 0 are looked for", "patches.drafts:_asks_for_none", 'options.get("num_speculative_tokens") == 0', "False"),
+        ("V2: drafts of length 0 are looked for", "patches.drafts:_propose", 'options.get("num_speculative_tokens") == 0', "False"),
     ],
 })
 # fmt: on

@@ -14,12 +14,12 @@ MUTATIONS = mutations({
         ("a refused image is not explained", "patches.front_end:explain_refused_media", "if not model.is_multimodal_model or", "if model.is_multimodal_model or"),
     ],
     "tests/engine/test_faults.py::test_an_orphan_ends + tests/engine/test_faults.py::test_a_killed_front_end_takes_its_engine_along": [
-        ("an engine core does not watch its front end", "executor.orphan:end_when_orphaned", "startswith(_ENGINE_CORE)", "startswith(_WORKER)"),
+        ("an engine core does not watch its front end", "executor.orphan:end_when_orphaned", "_when_parent_is_gone(_ENGINE_CORE, end)", "_when_parent_is_gone(_WORKER, end)"),
     ],
     "tests/engine/test_faults.py::test_an_orphan_ends": [
         ("an orphaned engine core waits for its shutdown without end", "executor.orphan:end_when_orphaned", "threading.Timer(_SHUTDOWN_SECONDS, _exit_with_children).start()", "pass"),
         ("a stopped worker outlives an orphaned engine core", "executor.orphan:_exit_with_children", "child.kill()", "pass"),
-        ("a worker does not watch its engine core", "executor.orphan:exit_when_orphaned", "startswith(_WORKER)", "startswith(_ENGINE_CORE)"),
+        ("a worker does not watch its engine core", "executor.orphan:exit_when_orphaned", "_when_parent_is_gone(_WORKER, end)", "_when_parent_is_gone(_ENGINE_CORE, end)"),
     ],
     "tests/engine/test_faults.py::test_a_killed_worker_is_reported_to_all": [
         ("queues of killed workers stay in shared memory", "executor.leftovers:Leftovers.remove", "_remove_queue(queue)", "remove_sockets(queue)"),

@@ -131,7 +131,7 @@ MUTATIONS = mutations({
         ("a head is fetched though the rank holds it", "kv_transfer.plan:_pick_holder", "target_rank if target_rank in holders else ", ""),
         ("one holder sends a replicated head to all", "kv_transfer.plan:_pick_holder", "target_rank % len(holders)", "0"),
         ("only the first pair of replicas is planned for", "kv_transfer.plan:plan_moves", "for of in sorted(source_blocks)", "for of in sorted(source_blocks)[:1]"),
-        ("a rank receives what it sends", "kv_transfer.plan:RankMoves.of", "== (peer, rank)", "== (rank, peer)"),
+        ("a rank receives what it sends", "kv_transfer.plan:RankMoves.of", "between(peer, rank)", "between(rank, peer)"),
     ],
     "tests/unit/test_chains.py": [
         ("a replica gets more than it has room for", "chains:fill", "left[target] -= len(blocks)", "pass"),
