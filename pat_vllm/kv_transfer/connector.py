@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 
 @dataclass
 class LoadMetadata(KVConnectorMetadata):
-    """From the scheduler side: the blocks for the KV of each carried request, by group."""
+    """From the scheduler side: the blocks of each carried request, by group, null ones included."""
 
-    blocks: dict[str, tuple[tuple[int, ...], ...]]
+    blocks: dict[str, tuple[list[int], ...]]
 
 
 class PATConnector(KVConnectorBase_V1, SupportsHMA):
@@ -53,10 +53,9 @@ class PATConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         groups = kv_cache_config.kv_cache_groups
-        self._block_sizes = [group.kv_cache_spec.block_size for group in groups]
         self._group_of = {name: i for i, group in enumerate(groups) for name in group.layer_names}
         self._carried: dict[str, int] = {}
-        self._allocated: dict[str, tuple[tuple[int, ...], ...]] = {}
+        self._allocated: dict[str, tuple[list[int], ...]] = {}
         self._specs = [group.kv_cache_spec for group in groups]
         self._regions: list[dict[int, str]] = []
         self._segments: dict[str, list[torch.Tensor]] = {}
@@ -82,11 +81,8 @@ class PATConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         if num_external_tokens > 0:
-            tokens = self._carried.pop(request.request_id)
-            self._allocated[request.request_id] = tuple(
-                tuple(ids[: -(-tokens // size)])
-                for ids, size in zip(blocks.get_block_ids(), self._block_sizes, strict=True)
-            )
+            del self._carried[request.request_id]
+            self._allocated[request.request_id] = blocks.get_block_ids()
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> LoadMetadata:
         metadata = LoadMetadata(self._allocated)

@@ -32,9 +32,9 @@ class RequestBlocks:
 
     request_id: str
     source_replica: int
-    source_blocks: tuple[int, ...]
+    source_blocks: Sequence[int]
     target_replica: int
-    target_blocks: tuple[int, ...]
+    target_blocks: Sequence[int]
     group: int = 0
 
     def __post_init__(self) -> None:

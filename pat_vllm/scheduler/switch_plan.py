@@ -51,7 +51,7 @@ class _Load:
     """What a new replica is to receive: its scheduler's step, and blocks by request and group."""
 
     step: SchedulerOutput
-    blocks: Mapping[str, tuple[tuple[int, ...], ...]]
+    blocks: Mapping[str, tuple[list[int], ...]]
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ def _request_blocks(
             for group, kind in enumerate(replica.kinds):
                 held = kind.held(request.computed)
                 # vLLM may still have blocks in the source that no step will read.
-                old = tuple(source_blocks[group][held.start : held.stop])
+                old = source_blocks[group][held.start : held.stop]
                 new = target_blocks[group][held.start : held.stop]
                 if NULL_BLOCK in (*old[:1], *new[:1]):  # all null ones come first
                     raise ValueError(

@@ -63,7 +63,7 @@ MUTATIONS = mutations({
         ("KV is looked for in the replica that it goes to", "scheduler.switch_plan:_request_blocks", "replica.index, old", "target_replica, old"),
         ("what found no room is taken for KV that comes", "scheduler.switch_plan:_allocate", "replica.connector.withdraw()", "pass"),
         ("admitted loads are forgotten", "patches.schedulers:linear_time_admission", "scheduler._inflight_prefills.update(counted)", "pass"),
-        ("a request's last block stays behind", "kv_transfer.connector:PATConnector.update_state_after_alloc", "-(-tokens // size)", "tokens // size"),
+        ("a request's last block stays behind", "kinds:StateKind.held", "-(-tokens // self.block_size)", "tokens // self.block_size"),
     ],
     "tests/vllm/scheduler/test_prefix_cache.py": [
         ("cached blocks come to other hashes' blocks", "scheduler.prefix_cache:_take_up", "[block.block_id for block in blocks]", "[block.block_id for block in reversed(blocks)]"),

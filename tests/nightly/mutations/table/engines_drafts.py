@@ -12,7 +12,7 @@ MUTATIONS = mutations({
         ("weights of the layout before", "worker.worker:PATWorkerMixin.pat_switch", "weight_bytes = self._weights.arrange(target.layout)", "weight_bytes = 0"),
         ("ranks of a replica draw different numbers", "worker.worker:PATWorkerMixin.pat_switch", "command.target.replica_of(self.rank)", "self.rank"),
         ("V2: the runner that is left keeps its requests", "worker.worker:PATWorkerMixin.pat_switch", "self._handover.clear(source.runner)", "pass"),
-        ("KV comes to other rows of the block table", "kv_transfer.connector:PATConnector.update_state_after_alloc", "tuple(ids[: -(-tokens // size)])", "tuple(reversed(ids[: -(-tokens // size)]))"),
+        ("KV comes to other rows of the block table", "scheduler.switch_plan:_request_blocks", "new = target_blocks[group][held.start : held.stop]", "new = target_blocks[group][held.start : held.stop][::-1]"),
         ("V2: log-probabilities of half-computed prompts are not computed again", "scheduler.switch:_must_recompute", "scheduler.use_v2_model_runner", "False"),
         ("the step in flight hands out the token before", "scheduler.replica_set:ReplicaSet.drain", "self.finish(self.executor.finished(wait_for_all=True))", "results = self.executor.finished(wait_for_all=True)\n            for one in results:\n                requests = self.replicas[one.replica].scheduler.requests\n                for name, tokens in zip(one.output.req_ids, one.output.sampled_token_ids, strict=True):\n                    tokens[:] = [requests[name].all_token_ids[-1] for _ in tokens if name in requests]\n            self.finish(results)"),
         ("a second step starts beside one with grammars", "scheduler.replica:Replica.may_step", "step.has_structured_output_requests for", "False for"),
