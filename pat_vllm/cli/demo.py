@@ -88,7 +88,6 @@ class DemoOptions(Ranged):
 
     @property
     def sampling_temperature(self) -> float:
-        """The temperature at which tokens are sampled."""
         return float(not self.speculate) if self.temperature is None else self.temperature
 
 
@@ -250,7 +249,8 @@ def demo(console: Console, options: DemoOptions) -> bool:
     model, ranks, requests, seed = options.model, options.ranks, options.requests, options.seed
     if model is None or str(model) in demo_batch.OWN_MODELS:
         with console.status("making a random model"):
-            model = demo_batch.demo_model(options.models_dir, model and str(model))
+            name = None if model is None else str(model)
+            model = demo_batch.demo_model(options.models_dir, name)
     config = demo_batch.model_config(model)
     lengths = demo_batch.response_lengths(requests, options.max_tokens, seed)
     short = [max(2, round(length * demo_batch.WARM_UP_SHARE)) for length in lengths]

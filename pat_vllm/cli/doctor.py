@@ -43,21 +43,15 @@ def run_doctor(options: Options) -> None:
 
 
 def examine(console: Console, options: Options) -> Report:
-    """Run the stages, print what they find, and write it.
-
-    Raises:
-        ValueError: an option is not allowed, or options do not fit each other.
-    """
+    """Run the stages, print what they find, and write it."""
     from pat_vllm.child import ending_by_signals
     from pat_vllm.cli.doctor_models import self_test_models, sizes_of
-    from pat_vllm.config import PATConfig
     from pat_vllm.doctor.report import REPORT, Report
     from pat_vllm.doctor.stages import run_stages
     from pat_vllm.files.writing import write_whole
     from pat_vllm.gpus import gpu_named
 
-    PATConfig.parse(options.pat).check_layouts(options.ranks)
-    check_engine(options.engine)
+    check_engine(options.engine, options.pat, options.ranks)
     sizes, models = sizes_of(options.shape, options.ranks), None
     if options.gpu is not None:
         gpu_named(options.gpu)
@@ -104,11 +98,7 @@ def examine(console: Console, options: Options) -> Report:
 
 
 def _checkpoint(model: Path, folder: Path) -> Path:
-    """The folder of a model that has at least its config.
-
-    Raises:
-        ValueError: there is no config.
-    """
+    """The folder of a model that has at least its config."""
     from pat_vllm.files.reading import read_text
     from pat_vllm.files.writing import write_whole
 

@@ -58,12 +58,15 @@ def options_of(model: Callable[..., Any]) -> Callable[[Callable[..., None]], Cal
     return decorate
 
 
-def check_engine(engine: Mapping[str, Any]) -> None:
-    """Of `--engine`: PAT's options are an option of their own.
+def check_engine(engine: Mapping[str, Any], pat: Mapping[str, Any], ranks: int) -> None:
+    """Check `--engine`, and that PAT's options, which are an option of their own, fit the ranks.
 
     Raises:
-        ValueError: they are among its `additional_config`, or that is no object.
+        ValueError: says what is wrong.
     """
+    from pat_vllm.config import PATConfig  # slow, for `--help`
+
+    PATConfig.parse(pat).check_layouts(ranks)
     additional = engine.get("additional_config", {})
     if not isinstance(additional, Mapping):
         raise ValueError("--engine: additional_config is not an object")

@@ -25,7 +25,6 @@ from rich.table import Table
 
 from pat_vllm.cli.options import check_engine, failed, options_of
 from pat_vllm.commands import PROFILE_COMMAND
-from pat_vllm.files.reading import check_name
 from pat_vllm.ranges import EngineOptions, PATOptions, Ranged
 from pat_vllm.text_only import starting_with_safe_path, without_vision_and_audio
 
@@ -105,15 +104,8 @@ def take_engine_profile(
 
 
 def engine_arguments(model: str, options: ProfileOptions) -> dict[str, Any]:
-    """Keyword arguments of `vllm.LLM`; the policy does not matter.
-
-    Raises:
-        ValueError: PAT's options are not allowed, or do not fit the ranks.
-    """
-    from pat_vllm.config import PATConfig
-
-    PATConfig.parse(options.pat).check_layouts(options.tensor_parallel_size)
-    check_engine(options.engine)
+    """Keyword arguments of `vllm.LLM`; the policy does not matter."""
+    check_engine(options.engine, options.pat, options.tensor_parallel_size)
     pat = {**options.pat, "policy": {"kind": "static"}}
     ours = ("pat", "engine", "output", "quick", "budget")
     given = {k: v for k, v in vars(options).items() if k not in ours and v is not None and v != {}}
@@ -202,6 +194,7 @@ def measured_before(
         ProfileError: it is no profile, or one of another engine.
         ValueError: no file can have this name.
     """
+    from pat_vllm.files.reading import check_name
     from pat_vllm.profiling.profile import Profile, ProfileError
     from pat_vllm.profiling.quality import unsettled
 
@@ -257,7 +250,6 @@ def _engine(console: Console, engine: Mapping[str, Any]) -> Iterator[LLM]:
 
 
 def default_name(header: Mapping[str, Any]) -> str:
-    """A file name from model, hardware and date."""
     model = header["key"]["model"]
     parts = (
         str(model["architecture"]).removesuffix("ForCausalLM"),

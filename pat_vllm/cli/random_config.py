@@ -130,7 +130,8 @@ class RandomModel(Ranged):
 
 
 def fields_of(model: RandomModel) -> dict[str, Any]:
-    """What an architecture's config says beside the sizes that all have."""
+    """What an architecture's config says beside the sizes that all have. Each part is empty where
+    the architecture has no such layers."""
     return (
         {"intermediate_size": model.intermediate}
         | _heads(model)
@@ -169,7 +170,6 @@ def _yarn(model: RandomModel, theta: float) -> dict[str, Any]:
 
 
 def _windows(model: RandomModel) -> dict[str, Any]:
-    """What a model's config says of its sliding windows or chunks, if it has some."""
     if model.arch == "llama4_text":
         return {
             "attention_chunk_size": model.window,
@@ -189,7 +189,6 @@ def _windows(model: RandomModel) -> dict[str, Any]:
 
 
 def _linear_attention(model: RandomModel) -> dict[str, Any]:
-    """What a model's config says of its layers with linear attention, if it has some."""
     if model.arch not in LINEAR:
         return {}
     kinds = ["linear_attention"] * 2 + ["full_attention"]
@@ -204,7 +203,6 @@ def _linear_attention(model: RandomModel) -> dict[str, Any]:
 
 
 def _mamba(model: RandomModel) -> dict[str, Any]:
-    """What a model's config says of its layers with Mamba2, if it has some."""
     if model.arch != "nemotron_h":
         return {}
     kinds = ["linear_attention", "linear_attention", "mlp", "full_attention"]
@@ -220,7 +218,6 @@ def _mamba(model: RandomModel) -> dict[str, Any]:
 
 
 def _mixture(model: RandomModel) -> dict[str, Any]:
-    """What a model's config says of its experts, if it has some."""
     experts, width = model.experts, model.expert_intermediate
     common: dict[str, Any] = {"num_experts_per_tok": model.experts_per_token}
     local = common | {"num_local_experts": experts, "intermediate_size": width}

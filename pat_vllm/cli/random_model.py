@@ -23,7 +23,6 @@ from pat_vllm.cli import random_config, random_tokenizer
 from pat_vllm.cli.options import failed, options_of
 from pat_vllm.cli.random_config import ARCHS, EXPERT_GROUPS, LINEAR, RandomModel, fields_of
 from pat_vllm.cli.random_tokenizer import SPECIAL_TOKENS, save_tokenizer
-from pat_vllm.files.reading import name_of, shown
 from pat_vllm.files.writing import forgotten
 from pat_vllm.layer_sizes import MIXTURES
 from pat_vllm.text_only import without_vision_and_audio
@@ -174,6 +173,8 @@ def check_written(path: Path, dtype: str) -> None:
     Raises:
         ValueError: says which.
     """
+    from pat_vllm.files.reading import name_of, shown  # slow, for `--help`
+
     if dtype not in DTYPES:
         raise ValueError(f"dtype={shown(dtype)} must be one of {', '.join(DTYPES)}")
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
@@ -184,6 +185,8 @@ def check_written(path: Path, dtype: str) -> None:
 
 def _check(path: Path, model: RandomModel) -> None:
     """Refuse what can't be built or vLLM can't load."""
+    from pat_vllm.files.reading import shown
+
     arch, hidden, heads, phrase = model.arch, model.hidden, model.heads, model.phrase
     check_written(path, model.dtype)
     if arch not in ARCHS:

@@ -80,7 +80,7 @@ def write_real_model(path: Path, dtype: str) -> int:
     from transformers import AutoTokenizer
 
     source = gguf_file()
-    padded = with_more_heads(unpadded(source), KV_HEADS).to(getattr(torch, dtype))
+    padded = with_more_heads(unpadded(source)).to(getattr(torch, dtype))
     padded.save_pretrained(path)
     AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(path)
     return sum(weight.numel() for weight in padded.parameters())
@@ -96,8 +96,8 @@ def unpadded(source: Path) -> Any:
     ).eval()
 
 
-def with_more_heads(model: Any, groups: int) -> Any:
-    """The same function with `groups` key/value heads, each with as many query heads as before.
+def with_more_heads(model: Any) -> Any:
+    """The same function with `KV_HEADS` key/value heads, each with as many query heads as before.
 
     The new heads' weights are zero, and so are the output projection's columns for them.
 
@@ -108,7 +108,7 @@ def with_more_heads(model: Any, groups: int) -> Any:
     fields = model.config.to_dict()
     fields.pop("quantization_config", None)  # the weights no longer are
     queries = fields["num_attention_heads"] // fields["num_key_value_heads"]
-    fields |= {"num_attention_heads": groups * queries, "num_key_value_heads": groups}
+    fields |= {"num_attention_heads": KV_HEADS * queries, "num_key_value_heads": KV_HEADS}
     padded = type(model)(type(model.config).from_dict(fields)).to(model.dtype).eval()
     shapes = {name: weight.shape for name, weight in padded.state_dict().items()}
     padded.load_state_dict(

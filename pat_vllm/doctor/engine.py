@@ -195,13 +195,11 @@ class PATEngine:
         return "; ".join(found)
 
     def shutdown(self) -> str:
-        """End it."""
         self.llm.llm_engine.engine_core.shutdown()
         return ""
 
     @property
     def on_cpu(self) -> bool:
-        """Whether it runs without GPUs."""
         return bool(self.llm.llm_engine.vllm_config.device_config.device_type == "cpu")
 
     # ---------------------------------------------------------------- layouts
@@ -326,7 +324,6 @@ class PATEngine:
         return generate(self.llm, self.task.prompts, after, beat=self.events.tell)
 
     def scores(self, expected: Reference) -> Agreement:
-        """Compare log-probabilities of stock vLLM's tokens."""
         return expected.compare_forced(score(self.llm, self.task.prompts, expected.outputs))
 
 

@@ -199,8 +199,7 @@ def _choices(engine: dict[str, Any]) -> dict[str, Any]:
         config = EngineArgs(**engine).create_engine_config()
     except Exception as error:  # a user's mistake may be any exception of vLLM's
         return {"refused": f"vLLM: {_last(error)}" if "PAT" not in str(error) else str(error)}
-    options = config.model_config.hf_text_config.to_dict().items()
-    model = {name: value for name, value in options if _is_plain(value)}
+    model = json.loads(config.model_config.hf_text_config.to_json_string(use_diff=False))
     try:
         prepare(config)
     except ValueError as error:
@@ -222,13 +221,6 @@ def _choices(engine: dict[str, Any]) -> dict[str, Any]:
         "config": model,
         "graphs": graphs,
     }
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether JSON has it: a value, or a list of such as a model's kinds of layers."""
-    if isinstance(value, list):
-        return all(map(_is_plain, value))
-    return isinstance(value, bool | int | float | str | None)
 
 
 def _last(error: Exception) -> str:

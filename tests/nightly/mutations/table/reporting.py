@@ -92,7 +92,6 @@ MUTATIONS = mutations({
         ("a link in one direction is enough", "doctor.environment:_device_checks", "not (reaches and facts.peers[b][a])", "not (reaches or facts.peers[b][a])"),
     ],
     "tests/vllm/doctor/test_environment.py::test_latent_and_linear_attention": [
-        ("lists of a model's config are lost", "doctor.environment:_is_plain", "return all(map(_is_plain, value))", "return False"),
         ("latent attention has the backend of others", "doctor.environment:_choices", "use_mla=latent", "use_mla=False"),
     ],
     "tests/unit/test_child.py": [
