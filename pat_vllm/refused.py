@@ -91,7 +91,7 @@ def _equal(path: str, value: Any) -> Callable[[VllmConfig], Any]:
     return lambda vllm_config: value if _at(vllm_config, path) == value else None
 
 
-def _only(path: str, *served: Any, why: str = "", option: str = "", **kind: bool) -> Rule:
+def _only(path: str, *served: Any, why: str = "", option: str = "", **kind: Any) -> Rule:
     """Refuse all but these values at a path of attributes, which ends with the option's name.
 
     Args:
@@ -107,7 +107,7 @@ def _only(path: str, *served: Any, why: str = "", option: str = "", **kind: bool
     )
 
 
-def _variable(name: str, served: Any, why: str = "", **kind: bool) -> Rule:
+def _variable(name: str, served: Any, why: str = "", **kind: Any) -> Rule:
     """Refuse all but this value of an environment variable of vLLM's."""
 
     def refused(vllm_config: VllmConfig) -> Any:
