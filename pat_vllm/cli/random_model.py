@@ -56,11 +56,7 @@ def write_random_model(
 
 
 def make_model(path: str | Path, **sizes: Any) -> int:
-    """Write a random checkpoint as `write_model` does.
-
-    Args:
-        sizes: fields of `RandomModel`.
-    """
+    """`write_model`, of a `RandomModel` with these fields."""
     return write_model(Path(path), RandomModel(**sizes))
 
 
@@ -75,13 +71,9 @@ def kept_model(
     Several processes may ask for the same one at once.
 
     Args:
-        directory: where it is made and kept.
-        name: what the checkpoint's directory begins with.
+        name: what the checkpoint's folder in `directory` begins with.
         sizes: fields of `RandomModel`.
         finish: changes the files that were made, before anybody sees them.
-
-    Returns:
-        The checkpoint's directory.
     """
     model = RandomModel(**sizes)
     key = json.dumps([vars(model), finish.__qualname__]).encode()
@@ -116,15 +108,12 @@ def write_model(path: Path, model: RandomModel) -> int:
 
     Args:
         path: a directory that does not exist or is empty.
-        model: of architectures, "qwen3" normalises queries and keys, "qwen2" has biases on q, k and
-            v. Of mixtures, "qwen2_moe" and "glm4_moe" have shared experts, too, of the width
-            `intermediate` and of one expert's; in "glm4_moe" the first layer is dense. Of latent
-            attention, "deepseek_v3" has compressed queries, too, and a bias of the router's choice.
-            Weights are drawn in `dtype`. With fewer than `MIN_VOCAB` tokens only the words "w3",
-            "w4" and so on can be encoded; every id decodes to text. A smaller `gain` makes a
-            logprob less sensitive to rounding, too. `repeat` is how strongly the model continues
-            its phrase, relative to all else that it might say: at 1 greedy text follows it most of
-            the time.
+        model: "qwen2_moe" and "glm4_moe" have shared experts, too, of the width `intermediate` and
+            of one expert's. Weights are drawn in `dtype`. With fewer than `MIN_VOCAB` tokens only
+            the words "w3", "w4" and so on can be encoded; every id decodes to text. A smaller
+            `gain` makes a logprob less sensitive to rounding, too. `repeat` is how strongly the
+            model continues its phrase, relative to all else that it might say: at 1 greedy text
+            follows it most of the time.
 
     Raises:
         OSError: the files cannot be written.

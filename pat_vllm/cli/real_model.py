@@ -56,11 +56,7 @@ def write_pretrained_model(
 
 
 def gguf_file() -> Path:
-    """The weights in the package that has them.
-
-    Raises:
-        ImportError: it is not installed.
-    """
+    """The weights in the package that has them; an `ImportError` if it is not installed."""
     spec = find_spec(PACKAGE.partition("==")[0].replace("-", "_"))
     found = [
         file

@@ -119,10 +119,8 @@ class _Stages:
             gpu = min(self.facts.devices, key=lambda one: one.memory)
         else:
             return "no GPU is here; --gpu names one to compute for"
-        dtype = "bfloat16"
-        if not self.facts.on_cpu:
-            of_model = str(config.get("dtype") or config.get("torch_dtype") or dtype)
-            dtype = of_model.removeprefix("torch.")
+        of_model = None if self.facts.on_cpu else config.get("dtype")
+        dtype = of_model or "bfloat16"
         pat = PATConfig.parse(options.pat)
         shape, choice = engine_shape(config, pat, options.ranks, options.engine, gpu, dtype)
         return [check_memory(config, gpu, shape, dtype, choice.found)]
