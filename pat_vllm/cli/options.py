@@ -6,9 +6,11 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, get_args, get_origin
+from typing import Annotated, Any, get_origin
 
 import typer
+
+_NO_OPTIONS = "{}"
 
 
 def options_of(model: Callable[..., Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -22,14 +24,8 @@ def options_of(model: Callable[..., Any]) -> Callable[[Callable[..., None]], Cal
             are checked by the dataclass (`Ranged`): it names the value and both ends.
     """
     fields = inspect.signature(model, eval_str=True).parameters
-    objects = [name for name, field in fields.items() if _is_object(field.annotation)]
-    of_model = {
-        name: field.replace(annotation=_without_range(field.annotation))
-        for name, field in fields.items()
-    }
-    for name in objects:
-        hint = Annotated[str, *fields[name].annotation.__metadata__]
-        of_model[name] = fields[name].replace(annotation=hint, default="{}")
+    of_model = {name: _for_typer(field) for name, field in fields.items()}
+    objects = [name for name, field in of_model.items() if field.default == _NO_OPTIONS]
 
     def decorate(run: Callable[..., None]) -> Callable[..., None]:
         _, *further = inspect.signature(run, eval_str=True).parameters.values()
@@ -74,17 +70,15 @@ def check_engine(engine: Mapping[str, Any], pat: Mapping[str, Any], ranks: int) 
         raise ValueError("--engine has PAT's options in additional_config: give them by --pat")
 
 
-def _is_object(annotation: Any) -> bool:
-    return get_origin(get_args(annotation)[0]) is dict
-
-
-def _without_range(annotation: Any) -> Any:
-    """An annotated option that says its range in its help only."""
-    option = copy.copy(annotation.__metadata__[0])
+def _for_typer(field: inspect.Parameter) -> inspect.Parameter:
+    """An option that says its range in its help only; an object is given as text."""
+    hint, option = field.annotation.__origin__, copy.copy(field.annotation.__metadata__[0])
     if option.min is not None:
         option.help = f"{option.help} From {option.min:,} to {option.max:,}."
         option.min = option.max = None
-    return Annotated[annotation.__origin__, option]
+    if get_origin(hint) is dict:
+        return field.replace(annotation=Annotated[str, option], default=_NO_OPTIONS)
+    return field.replace(annotation=Annotated[hint, option])
 
 
 def failed(problem: object) -> typer.Exit:
