@@ -91,15 +91,33 @@ def _equal(path: str, value: Any) -> Callable[[VllmConfig], Any]:
     return lambda vllm_config: value if _at(vllm_config, path) == value else None
 
 
-def _variable(name: str) -> Callable[[VllmConfig], Any]:
-    """Refuse an environment variable of vLLM's that is switched on."""
+def _only(path: str, *served: Any, why: str = "", option: str = "", **kind: Any) -> Rule:
+    """Refuse all but these values at a path of attributes, which ends with the option's name.
+
+    Args:
+        option: its name, where the path ends with another.
+        kind: fields of `Rule`.
+    """
+    allowed = ", ".join(map(str, served)) or "None"
+    return Rule(
+        option or path.rpartition(".")[2],
+        _other_than(path, *served),
+        f"{allowed}: {why}" if why else allowed,
+        **kind,
+    )
+
+
+def _variable(name: str, served: Any, why: str = "", **kind: Any) -> Rule:
+    """Refuse all but this value of an environment variable of vLLM's."""
 
     def refused(vllm_config: VllmConfig) -> Any:
         import vllm.envs as envs
 
-        return 1 if getattr(envs, name) else None
+        value = getattr(envs, name)
+        value = int(value) if isinstance(value, bool) else value  # as it was given
+        return None if value == served else value
 
-    return refused
+    return Rule(name, refused, f"{served}: {why}" if why else f"{served}", **kind)
 
 
 def _numa_bind(vllm_config: VllmConfig) -> Any:
@@ -142,17 +160,6 @@ def _fields_of(model: ModelConfig) -> dict[str, Any]:
     return fields
 
 
-def _drafts(vllm_config: VllmConfig) -> Any:
-    return _at(vllm_config, "speculative_config.method")
-
-
-def _conv_state_layout(vllm_config: VllmConfig) -> Any:
-    import vllm.envs as envs
-
-    layout = envs.VLLM_SSM_CONV_STATE_LAYOUT
-    return None if layout == "SD" else layout
-
-
 def _models(kind: str, is_refused: Callable[[ModelConfig], bool], allowed: str = _DECODERS) -> Rule:
     """Refuse a kind of model."""
 
@@ -163,21 +170,17 @@ def _models(kind: str, is_refused: Callable[[ModelConfig], bool], allowed: str =
     return Rule("model", refused, allowed, kind)
 
 
-def _experts(option: str, path: str, *served: Any, why: str = "") -> Rule:
-    """Refuse all but these values of an option of mixtures of experts."""
-    allowed = ", ".join(map(str, served))
-    return Rule(
-        option, _other_than(path, *served), f"{allowed}: {why}" if why else allowed, mixtures=True
-    )
-
-
-_ONE = "1 (PAT itself makes replicas of the N ranks)"
-_ON_GPU = "0: layouts share weights on the GPU"
+_KV_DTYPES = ("auto", "float16", "bfloat16", "float32")
+_ON_GPU = "layouts share weights on the GPU"
 _STAY = "a layout's experts stay where they are"
 
 RULES = (
     *(
-        Rule(option, _other_than(f"parallel_config.{option}", 1), _ONE)
+        Rule(
+            option,
+            _other_than(f"parallel_config.{option}", 1),
+            "1 (PAT itself makes replicas of the N ranks)",
+        )
         for option in (
             "pipeline_parallel_size",
             "data_parallel_size",
@@ -192,32 +195,28 @@ RULES = (
         "False with {ranks} ranks, whose GPUs PAT gives out in another order than vLLM binds by; "
         "bind the engine's process instead, e.g. numactl --cpunodebind",
     ),
-    Rule(
-        "VLLM_ENABLE_STARTUP_PLAN",
-        _variable("VLLM_ENABLE_STARTUP_PLAN"),
-        "0: its KV cache would leave no memory for the other layouts",
+    _variable(
+        "VLLM_ENABLE_STARTUP_PLAN", 0, "its KV cache would leave no memory for the other layouts"
     ),
-    Rule(
+    _variable(
         "VLLM_USE_NCCL_SYMM_MEM",
-        _variable("VLLM_USE_NCCL_SYMM_MEM"),
-        "0: vLLM sums over the ranks of one group in each process, whichever is active",
+        0,
+        "vLLM sums over the ranks of one group in each process, whichever is active",
     ),
-    Rule(
-        "enable_batch_sharded_sampling",
-        _equal("parallel_config.enable_batch_sharded_sampling", True),
-        "False: vLLM has checked it for the layout of all ranks only",
+    _only(
+        "parallel_config.enable_batch_sharded_sampling",
+        False,
+        why="vLLM has checked it for the layout of all ranks only",
     ),
-    Rule("cpu_offload_gb", _other_than("offload_config.uva.cpu_offload_gb", 0), _ON_GPU),
-    Rule(
-        "offload_group_size", _other_than("offload_config.prefetch.offload_group_size", 0), _ON_GPU
-    ),
+    _only("offload_config.uva.cpu_offload_gb", 0, why=_ON_GPU),
+    _only("offload_config.prefetch.offload_group_size", 0, why=_ON_GPU),
     Rule(
         "weight_transfer_config.backend",
         _equal("weight_transfer_config.backend", "sharded_rdt"),
         "nccl, ipc, sparse_nccl, nccl_m2n; sharded_rdt needs vLLM's own Ray executor",
     ),
     Rule("enable_lora", _lora, "False"),
-    Rule("kv_offloading_size", _other_than("cache_config.kv_offloading_size"), "None"),
+    _only("cache_config.kv_offloading_size"),
     Rule(
         "speculative_config.method",
         _other_than("speculative_config.method", *DRAFTERS),
@@ -228,82 +227,64 @@ RULES = (
         _equal("speculative_config.rejection_sample_method", "synthetic"),
         "standard, block: PAT's outputs are those of the model",
     ),
-    Rule("kv_transfer_config", _other_than("kv_transfer_config"), "None"),
-    Rule("ec_transfer_config", _other_than("ec_transfer_config"), "None"),
+    _only("kv_transfer_config"),
+    _only("ec_transfer_config"),
     Rule("kv_events_config", _kv_events, "None"),
     Rule("attention_backend", _attention_backend, "TRITON_ATTN"),
-    Rule(
-        "kv_cache_dtype",
-        _other_than("cache_config.cache_dtype", "auto", "float16", "bfloat16", "float32"),
-        "auto, float16, bfloat16, float32",
-    ),
-    Rule("runner", _other_than("model_config.runner_type", "generate"), "generate"),
+    _only("cache_config.cache_dtype", *_KV_DTYPES, option="kv_cache_dtype"),
+    _only("model_config.runner_type", "generate", option="runner"),
     Rule(
         "quantization",
         _other_than("model_config.quantization"),
         "None (unquantized weights; of gpt-oss a bfloat16 checkpoint, not MXFP4)",
     ),
     Rule("language_model_only", _images, "True, of a class with a vision tower: its text alone"),
-    Rule(
-        "enable_mm_embeds", _equal("model_config.multimodal_config.enable_mm_embeds", True), "False"
-    ),
+    _only("model_config.multimodal_config.enable_mm_embeds", False),
     # Of mixtures of experts. What a layer itself shows, `check_experts` refuses.
-    _experts(
-        "enable_expert_parallel",
+    _only(
         "parallel_config.enable_expert_parallel",
         False,
         why="pat.experts='ep' spreads experts over the group of each layout",
+        mixtures=True,
     ),
-    _experts("enable_eplb", "parallel_config.enable_eplb", False, why=_STAY),
-    _experts(
-        "num_redundant_experts", "parallel_config.eplb_config.num_redundant_experts", 0, why=_STAY
-    ),
-    _experts("expert_placement_strategy", "parallel_config.expert_placement_strategy", "linear"),
-    _experts("enable_elastic_ep", "parallel_config.enable_elastic_ep", False, why=_STAY),
-    _experts(
-        "all2all_backend",
+    _only("parallel_config.enable_eplb", False, why=_STAY, mixtures=True),
+    _only("parallel_config.eplb_config.num_redundant_experts", 0, why=_STAY, mixtures=True),
+    _only("parallel_config.expert_placement_strategy", "linear", mixtures=True),
+    _only("parallel_config.enable_elastic_ep", False, why=_STAY, mixtures=True),
+    _only(
         "parallel_config.all2all_backend",
         "allgather_reducescatter",
         why="tokens do not leave their group, which needs no such backend",
+        mixtures=True,
     ),
-    _experts("enable_dbo", "parallel_config.enable_dbo", False),
-    _experts(
-        "enable_return_routed_experts",
+    _only("parallel_config.enable_dbo", False, mixtures=True),
+    _only(
         "aux_output_config.enable_return_routed_experts",
         False,
         why="layouts cannot replay routing yet",
+        mixtures=True,
     ),
-    _experts(
-        "moe_backend",
+    _only(
         "kernel_config.moe_backend",
         "auto",
         "triton",
         why="others lay experts out in ways that layouts cannot share",
+        mixtures=True,
     ),
     # Of models with linear attention.
     Rule(
         "speculative_config",
-        _drafts,
+        _other_than("speculative_config.method"),
         "None: a draft's states cannot be shared among layouts yet",
         linear=True,
     ),
-    Rule(
-        "mamba_cache_mode",
-        _other_than("cache_config.mamba_cache_mode", "none", "align"),
-        "none, align",
-        linear=True,
-    ),
-    Rule(
-        "prefix_match_unit",
-        _other_than("cache_config.prefix_match_unit"),
-        "None: a hit ends with a block",
-        linear=True,
-    ),
-    Rule("VLLM_SSM_CONV_STATE_LAYOUT", _conv_state_layout, "SD", linear=True),
-    Rule(
-        "use_replayssm",
-        _equal("cache_config.use_replayssm", True),
-        "False: layouts cannot share the inputs that it keeps beside states",
+    _only("cache_config.mamba_cache_mode", "none", "align", linear=True),
+    _only("cache_config.prefix_match_unit", why="a hit ends with a block", linear=True),
+    _variable("VLLM_SSM_CONV_STATE_LAYOUT", "SD", linear=True),
+    _only(
+        "cache_config.use_replayssm",
+        False,
+        why="layouts cannot share the inputs that it keeps beside states",
         linear=True,
     ),
     # Models.

@@ -158,6 +158,7 @@ def _engine_shape(vllm_config: VllmConfig) -> EngineShape:
 
     cache, scheduler = vllm_config.cache_config, vllm_config.scheduler_config
     model, backend = vllm_config.model_config, vllm_config.attention_config.backend
+    on_cpu = current_platform.is_cpu()
     flashinfer = backend is not None and backend.name == "FLASHINFER"
     return EngineShape(
         (),
@@ -171,11 +172,7 @@ def _engine_shape(vllm_config: VllmConfig) -> EngineShape:
         runner="V2" if vllm_config.use_v2_model_runner else "V1",
         weights=resolve_weights(vllm_config),
         migrates=pat_config(vllm_config).kv_transfer != "recompute",
-        attention="CPU_ATTN"
-        if current_platform.is_cpu()
-        else "FLASHINFER"
-        if flashinfer
-        else "FLASH_ATTN",
+        attention="FLASHINFER" if flashinfer else "CPU_ATTN" if on_cpu else "FLASH_ATTN",
         num_speculative_tokens=vllm_config.num_speculative_tokens,
     )
 

@@ -46,7 +46,7 @@ def measure(ranks: int, shape: str, on_cpu: bool) -> dict[str, Any]:
         if known := MODEL_SHAPES.get(shape):
             model, vocab = write_config(Path(folder), shape), known["vocab_size"]
         else:
-            models = self_test_models(Path(folder), sizes_of(shape, None, ranks), 0)
+            models = self_test_models(Path(folder), sizes_of(shape, ranks), 0)
             model, vocab = models.first, models.vocab
         engine: dict[str, Any] = {
             "model": str(model),

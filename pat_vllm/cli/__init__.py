@@ -1,4 +1,4 @@
-"""The `pat-vllm` command."""
+"""The `pat-vllm` command. What commands are slow to import they import when they run."""
 
 import multiprocessing
 from typing import Annotated
@@ -6,15 +6,13 @@ from typing import Annotated
 import typer
 
 from pat_vllm import __version__
+from pat_vllm.cli.advise import advise_user
+from pat_vllm.cli.demo import run_demo
 from pat_vllm.cli.doctor import run_doctor
-from pat_vllm.cli.subcommands import (
-    advise_user,
-    plot_report,
-    run_demo,
-    take_engine_profile,
-    write_pretrained_model,
-    write_random_model,
-)
+from pat_vllm.cli.plot import plot_report
+from pat_vllm.cli.profile import take_engine_profile
+from pat_vllm.cli.random_model import write_random_model
+from pat_vllm.cli.real_model import write_pretrained_model
 from pat_vllm.text_only import without_vision_and_audio
 
 if multiprocessing.parent_process() is not None:

@@ -4,45 +4,47 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
+import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from pat_vllm.advice.options import AdviseOptions
-from pat_vllm.advice.settings import CHECKPOINT, PLACEHOLDERS, settings
-from pat_vllm.advice.text import PARTS, heading, of_drafts, percents, verdict
-from pat_vllm.advice.verdict import Advice, advise
-from pat_vllm.files.writing import to_json, write_whole
-from pat_vllm.simulator.modelled.hardware import config_file
+from pat_vllm.cli.options import options_of
+
+if TYPE_CHECKING:  # this is slow to import, for `--help`
+    from pat_vllm.advice.verdict import Advice
 
 
-def run_advise(
-    console: Console,
+@options_of(AdviseOptions)
+def advise_user(
     options: AdviseOptions,
-    *,
-    processes: int,
-    output: Path | None = None,
-    plot: Path | None = None,
+    processes: Annotated[
+        int, typer.Option(min=1, max=256, help="Processes among which the work is spread.")
+    ] = 2,
+    output: Annotated[Path | None, typer.Option(help="JSON to write.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="PNG to write.")] = None,
 ) -> None:
-    """Replay what is asked about, print the advice and write it.
+    """Say whether PAT would pay for your rollouts, and with which settings. Simulated."""
+    from pat_vllm.advice.verdict import advise
+    from pat_vllm.files.writing import to_json, write_whole
 
-    Raises:
-        OSError: a file cannot be written.
-        ValueError: an option or a file is wrong, or cannot be read.
-    """
     for option, path in (("output", output), ("plot", plot)):
         if path is not None and not path.parent.is_dir():
             raise ValueError(f"--{option} is {path}; {path.parent} is no directory, make it first")
         if path is not None and path.is_dir():
             raise ValueError(f"--{option} is {path}, a directory; name a file in it")
+    console = Console(highlight=False)
     began = time.perf_counter()
     with console.status("replaying iterations"):
         advice = advise(options, processes)
     seconds = time.perf_counter() - began
     pasted = _settings(advice, options)
-    show(console, advice, pasted)
+    _show(console, advice, pasted)
     if output is not None:
         content = {**advice.to_json(), "settings": pasted, "simulated_in_seconds": seconds}
         write_whole(output, to_json(content))
@@ -59,6 +61,9 @@ def run_advise(
 
 
 def _settings(advice: Advice, options: AdviseOptions) -> dict[str, str]:
+    from pat_vllm.advice.settings import CHECKPOINT, settings
+    from pat_vllm.simulator.modelled.hardware import config_file
+
     file = config_file(options.model) if options.model is not None else None
     model = CHECKPOINT
     if file is not None and file.name == "config.json":
@@ -68,8 +73,11 @@ def _settings(advice: Advice, options: AdviseOptions) -> dict[str, str]:
     return settings(advice, model, None if options.profile else options.max_num_seqs, measured)
 
 
-def show(console: Console, advice: Advice, pasted: Mapping[str, str]) -> None:
-    """Print an advice."""
+def _show(console: Console, advice: Advice, pasted: Mapping[str, str]) -> None:
+    from pat_vllm.advice.settings import PLACEHOLDERS
+    from pat_vllm.advice.text import PARTS, heading, of_drafts, percents, verdict
+
+    say = partial(console.print, markup=False, emoji=False)
     kind = "modelled" if advice.modelled else "simulated"
     table = Table(title=escape(heading(advice)), title_justify="left")
     table.add_column("configuration")
@@ -85,8 +93,8 @@ def show(console: Console, advice: Advice, pasted: Mapping[str, str]) -> None:
         )
     console.print(table)
     if said := of_drafts(advice):
-        console.print(said, markup=False, emoji=False)
-    console.print(verdict(advice), markup=False, emoji=False, style="bold")
+        say(said)
+    say(verdict(advice), style="bold")
     console.print(f"PAT in the last iteration ({kind}): {advice.path}.")
     parts = Table(title=PARTS, title_justify="left")
     parts.add_column("part", no_wrap=True)
@@ -104,12 +112,10 @@ def show(console: Console, advice: Advice, pasted: Mapping[str, str]) -> None:
     )
     for name, text in pasted.items():
         console.print(f"[bold]# {name}[/bold]")
-        console.print(text, markup=False, emoji=False, soft_wrap=True)
+        say(text, soft_wrap=True)
     for placeholder, meaning in PLACEHOLDERS.items():
         if any(placeholder in text for text in pasted.values()):
-            console.print(
-                f"Replace {placeholder} by {meaning}.", markup=False, emoji=False, soft_wrap=True
-            )
+            say(f"Replace {placeholder} by {meaning}.", soft_wrap=True)
     if advice.modelled:
         console.print(
             "Modelled from public figures of the GPU; absolute times may be off by tens of percent."

@@ -3,35 +3,110 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
+import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from pat_vllm.child import environment
-from pat_vllm.cli.command_options import DemoOptions
-from pat_vllm.cli.demo_batch import (
-    OWN_MODELS,
-    WARM_UP_SHARE,
-    Contender,
-    contenders,
-    demo_model,
-    engine_options,
-    make_batch,
-    model_config,
-    response_lengths,
-    run_spec,
-    schedule,
-)
-from pat_vllm.cli.engine_run import RunResult, run
-from pat_vllm.mixture import Mixture
-from pat_vllm.reporting.text import switch_in_words
+from pat_vllm.cli.options import failed, options_of
+from pat_vllm.ranges import Ranged
+from pat_vllm.text_only import without_vision_and_audio
+
+if TYPE_CHECKING:  # these are slow to import, for `--help`
+    from pat_vllm.cli.demo_batch import Contender
+    from pat_vllm.cli.engine_run import RunResult
+
+    Runs = Sequence[tuple[Contender, Sequence[RunResult]]]
+    """The runs of each contender, by round; the live switch is the last contender."""
 
 _MOST_SPREAD = 0.25
 """Times of the same work that differ by more than this cannot be compared."""
 
-Runs = Sequence[tuple[Contender, Sequence[RunResult]]]
-"""The runs of each contender, by round; the live switch is the last contender."""
+
+@dataclass(frozen=True)
+class DemoOptions(Ranged):
+    """A batch, and the engine that serves it; each field is an option of the command."""
+
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            help="Checkpoint to use instead of a random model. Other random models: `repeating`, "
+            "whose text repeats itself, so that drafts are accepted; `moe`, a mixture of experts."
+        ),
+    ] = None
+    models_dir: Annotated[
+        Path, typer.Option(help="Where a random model (0.7 GB) is made once and kept.")
+    ] = Path(".models")
+    ranks: Annotated[int, typer.Option(min=2, max=1024, help="Worker processes.")] = 2
+    requests: Annotated[int, typer.Option(min=2, max=100_000, help="Requests in the batch.")] = 128
+    max_tokens: Annotated[
+        int, typer.Option(min=8, max=1 << 24, help="Longest response, tokens.")
+    ] = 320
+    switch_at: Annotated[
+        int, typer.Option(min=1, max=100_000, help="Live requests at which to switch.")
+    ] = 16
+    speculate: Annotated[
+        bool, typer.Option("--speculate", help="Speculative decoding in all runs: n-gram drafts.")
+    ] = False
+    num_speculative_tokens: Annotated[
+        int,
+        typer.Option(min=1, max=1024, help="With --speculate: draft tokens a request and step."),
+    ] = 4
+    temperature: Annotated[
+        float | None,
+        typer.Option(min=0, max=100, help="0 is greedy; 1 by default, 0 with --speculate."),
+    ] = None
+    seed: Annotated[
+        int, typer.Option(min=0, max=1 << 62, help="Of prompts, lengths and sampling.")
+    ] = 0
+    rounds: Annotated[
+        int, typer.Option(min=2, max=1000, help="Runs of each way: replicas, one group, switching.")
+    ] = 3
+    output: Annotated[Path, typer.Option(help="PNG to write.")] = Path("demo.png")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.speculate and self.temperature:
+            raise ValueError(
+                f"--temperature {self.temperature:g} does not go with --speculate: what a request "
+                "samples depends on its drafts, which a switch drops. Leave it out"
+            )
+        usual = type(self).num_speculative_tokens
+        if not self.speculate and self.num_speculative_tokens != usual:
+            raise ValueError(
+                f"--num-speculative-tokens {self.num_speculative_tokens} needs --speculate"
+            )
+
+    @property
+    def draft_length(self) -> int:
+        """Draft tokens of a request and step; 0 is no speculative decoding."""
+        return self.num_speculative_tokens if self.speculate else 0
+
+    @property
+    def sampling_temperature(self) -> float:
+        return float(not self.speculate) if self.temperature is None else self.temperature
+
+
+@options_of(DemoOptions)
+def run_demo(options: DemoOptions) -> None:
+    """Run a long-tail batch as replicas, as one group, and switching; compare and plot.
+
+    The three ways take turns on one engine. Exits with 1 when their outputs are not the same, token
+    by token.
+    """
+    from pat_vllm.cli.engine_run import RunFailed
+
+    without_vision_and_audio()
+    try:
+        agree = demo(Console(highlight=False), options)
+    except RunFailed as error:
+        raise failed(error) from error
+    if not agree:
+        raise typer.Exit(1)
 
 
 def disagreement(results: Runs) -> str | None:
@@ -133,6 +208,8 @@ def drafts_of(results: Runs) -> str:
 
 def show(console: Console, results: Runs) -> None:
     """Print the table, and the switches of the last contender."""
+    from pat_vllm.reporting.text import switch_in_words
+
     table = Table(box=box.SIMPLE, collapse_padding=True, pad_edge=False)
     table.add_column("run", no_wrap=True)
     table.add_column("layout", min_width=10)
@@ -163,35 +240,40 @@ def demo(console: Console, options: DemoOptions) -> bool:
         ValueError: an option does not fit the model.
         RunFailed: an engine failed.
     """
+    from pat_vllm.child import environment
+    from pat_vllm.cli import demo_batch
+    from pat_vllm.cli.engine_run import run
+    from pat_vllm.mixture import Mixture
     from pat_vllm.reporting.plot import plot_runs
 
     model, ranks, requests, seed = options.model, options.ranks, options.requests, options.seed
-    own = None if model is None else str(model)
-    if own is None or own in OWN_MODELS:
+    if model is None or str(model) in demo_batch.OWN_MODELS:
         with console.status("making a random model"):
-            model = demo_model(options.models_dir, own)
-    assert model is not None
-    config = model_config(model)
-    vocab = config["vocab_size"]
-    lengths = response_lengths(requests, options.max_tokens, seed)
-    batch = make_batch(lengths, vocab, options.sampling_temperature, seed)
-    short = [max(2, round(length * WARM_UP_SHARE)) for length in lengths]
-    warm_up = make_batch(short, vocab, options.sampling_temperature, seed + 1)
+            name = None if model is None else str(model)
+            model = demo_batch.demo_model(options.models_dir, name)
+    config = demo_batch.model_config(model)
+    lengths = demo_batch.response_lengths(requests, options.max_tokens, seed)
+    short = [max(2, round(length * demo_batch.WARM_UP_SHARE)) for length in lengths]
+    batch, warm_up = (
+        demo_batch.make_batch(some, config["vocab_size"], options.sampling_temperature, first)
+        for some, first in ((lengths, seed), (short, seed + 1))
+    )
     mixture = Mixture.from_config(config)
-    table = schedule(ranks, options.switch_at, mixture)
-    ways = contenders(table)
-    spec = run_spec(
+    table = demo_batch.schedule(ranks, options.switch_at, mixture)
+    ways = demo_batch.contenders(table)
+    spec = demo_batch.run_spec(
         model,
         ranks,
-        engine_options(table, mixture),
+        demo_batch.engine_options(table, mixture),
         batch,
         warm_up,
         options.draft_length,
         tuple(one.way for one in ways),
         options.rounds,
     )
-
-    console.print(f"model {model}, float32, {ranks} ranks ({_placement(ranks)})", soft_wrap=True)
+    bind = environment(ranks)["VLLM_CPU_OMP_THREADS_BIND"]
+    cores = "not bound to cores" if bind == "nobind" else f"on cores {bind}"
+    console.print(f"model {model}, float32, {ranks} ranks ({cores})", soft_wrap=True)
     ordered = sorted(lengths, reverse=True)
     console.print(
         f"{requests} requests at once, {batch.tokens} tokens: median {ordered[requests // 2]}, "
@@ -232,8 +314,3 @@ def demo(console: Console, options: DemoOptions) -> bool:
         return False
     console.print(f"Outputs of all runs agree, token by token ({batch.tokens} tokens).")
     return True
-
-
-def _placement(ranks: int) -> str:
-    bind = environment(ranks)["VLLM_CPU_OMP_THREADS_BIND"]
-    return "not bound to cores" if bind == "nobind" else f"on cores {bind}"

@@ -124,7 +124,6 @@ def response_lengths(requests: int, longest: int, seed: int) -> tuple[int, ...]:
 
 
 def make_batch(lengths: Sequence[int], vocab: int, temperature: float, seed: int) -> Batch:
-    """Requests of these lengths with random prompts."""
     rng = random.Random(f"prompts/{seed}")
     first = min(len(random_model.SPECIAL_TOKENS), vocab - 1)
     prompts = tuple(
@@ -144,11 +143,7 @@ def run_spec(
     ways: tuple[str | None, ...] = (None,),
     rounds: int = 1,
 ) -> RunSpec:
-    """An engine, and how it serves a batch.
-
-    Args:
-        options: `additional_config["pat"]`.
-        num_speculative_tokens: draft tokens a request and step; 0 is no speculative decoding.
+    """An engine with these options of PAT's, and how it serves a batch.
 
     Raises:
         ValueError: the model's context is too short for the batch.
@@ -204,14 +199,7 @@ def engine_with_room(
 
 
 def demo_model(directory: Path, name: str | None = None) -> Path:
-    """A model of the demo's own in `directory`, made on the first call.
-
-    Args:
-        name: one of `OWN_MODELS`; None: of the shape `MODEL`.
-
-    Returns:
-        The checkpoint's directory.
-    """
+    """`MODEL`, or one of `OWN_MODELS`, in a folder of `directory`, made on the first call."""
     return random_model.kept_model(directory, "demo", OWN_MODELS[name] if name else MODEL)
 
 

@@ -14,15 +14,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
-from pat_vllm.cli.options import check_engine, failed, missing, options_of
+from pat_vllm.cli.options import check_engine, options_of
 from pat_vllm.doctor.options import Options
 from pat_vllm.text_only import without_vision_and_audio
 
-if TYPE_CHECKING:  # these are slow to import, for `--help`
-    from rich.console import Console
-
-    from pat_vllm.doctor.report import Report, Stage
+if TYPE_CHECKING:  # this is slow to import, for `--help`
+    from pat_vllm.doctor.report import Report
 
 _COLOURS = {"passed": "green", "failed": "bold red", "skipped": "dim"}
 
@@ -33,38 +35,24 @@ def run_doctor(options: Options) -> None:
 
     Nothing is downloaded: the self-test's models are random. Exits with 1 when a stage fails.
     """
-    from rich.console import Console
-
     # Here random models are made; the processes of the stages say if one of these is in their way.
     without_vision_and_audio()
-    try:
-        report = examine(Console(highlight=False), options)
-    except ImportError as error:
-        raise missing(error) from error
-    except OSError as error:
-        raise failed(error) from error
+    report = examine(Console(highlight=False), options)
     if report.failed is not None:
         raise typer.Exit(1)
 
 
 def examine(console: Console, options: Options) -> Report:
-    """Run the stages, print what they find, and write it.
-
-    Raises:
-        ValueError: an option is not allowed, or options do not fit each other.
-    """
-    from rich.markup import escape
-
+    """Run the stages, print what they find, and write it."""
     from pat_vllm.child import ending_by_signals
     from pat_vllm.cli.doctor_models import self_test_models, sizes_of
-    from pat_vllm.config import PATConfig
-    from pat_vllm.doctor.report import Report
+    from pat_vllm.doctor.report import REPORT, Report
     from pat_vllm.doctor.stages import run_stages
     from pat_vllm.files.writing import write_whole
     from pat_vllm.gpus import gpu_named
 
-    PATConfig.parse(options.pat).check_layouts(options.ranks)
-    check_engine(options.engine)
+    check_engine(options.engine, options.pat, options.ranks)
+    sizes, models = sizes_of(options.shape, options.ranks), None
     if options.gpu is not None:
         gpu_named(options.gpu)
         if options.model is None:
@@ -78,7 +66,6 @@ def examine(console: Console, options: Options) -> Report:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pat-vllm-doctor-")))
         if options.model is not None:
             options = replace(options, model=_checkpoint(options.model, scratch / "model"))
-        sizes = sizes_of(options.shape, options.model, options.ranks)
         began = time.monotonic()
         status = stack.enter_context(console.status("starting"))
 
@@ -88,29 +75,30 @@ def examine(console: Console, options: Options) -> Report:
             if not console.is_terminal:
                 console.print(text, markup=False)
 
+        if options.gpu is None:
+            doing("making random models")
+            models = self_test_models(scratch, sizes, options.speculate)
         stages = []
-        for stage in run_stages(
-            options, lambda: self_test_models(scratch, sizes, options.speculate), doing
-        ):
+        for stage in run_stages(options, models, doing):
             stages.append(stage)
-            _show_stage(console, stage)
+            seconds = f" in {stage.seconds:.0f} s" if stage.seconds else ""
+            why = f": {escape(stage.why)}" if stage.status == "skipped" else ""
+            status_of = f"[{_COLOURS[stage.status]}]{stage.status}[/]"
+            console.print(f"{stage.name}: {status_of}{seconds}{why}")
         status.stop()
     command = shlex.join(["pat-vllm", *sys.argv[1:]])
     date = datetime.now(UTC).isoformat(timespec="seconds")
     report = Report(date, command, tuple(stages)).without_names()
     show(console, report)
     if output is not None:
-        write_whole(output / "doctor.json", report.to_json() + "\n")
+        text = REPORT.dump_json(report, indent=1).decode()
+        write_whole(output / "doctor.json", text + "\n")
         console.print(f"written: {output}/doctor.json", soft_wrap=True)
     return report
 
 
 def _checkpoint(model: Path, folder: Path) -> Path:
-    """The folder of a model that has at least its config.
-
-    Raises:
-        ValueError: there is no config.
-    """
+    """The folder of a model that has at least its config."""
     from pat_vllm.files.reading import read_text
     from pat_vllm.files.writing import write_whole
 
@@ -123,20 +111,8 @@ def _checkpoint(model: Path, folder: Path) -> Path:
     raise ValueError(f"--model {model} is neither a config.json nor a folder that has one")
 
 
-def _show_stage(console: Console, stage: Stage) -> None:
-    from rich.markup import escape
-
-    seconds = f" in {stage.seconds:.0f} s" if stage.seconds else ""
-    why = f": {escape(stage.why)}" if stage.status == "skipped" else ""
-    console.print(f"{stage.name}: [{_COLOURS[stage.status]}]{stage.status}[/]{seconds}{why}")
-
-
 def show(console: Console, report: Report) -> None:
     """Print the table, the log of what failed, and the conclusion."""
-    from rich import box
-    from rich.markup import escape
-    from rich.table import Table
-
     table = Table(box=box.SIMPLE, pad_edge=False)
     for heading in ("stage", "check", "found"):
         table.add_column(heading, no_wrap=heading == "stage")

@@ -47,7 +47,6 @@ class Batch:
 
     @property
     def tokens(self) -> int:
-        """Tokens that the batch generates."""
         return sum(self.lengths)
 
     @property
@@ -95,12 +94,10 @@ class RunResult:
 
     @property
     def tokens(self) -> int:
-        """Generated tokens."""
         return sum(len(output) for output in self.outputs)
 
     @property
     def run(self) -> Run:
-        """What the engine did meanwhile."""
         return Run(self.report, self.began, self.seconds)
 
 

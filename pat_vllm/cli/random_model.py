@@ -1,4 +1,4 @@
-"""Random Hugging Face checkpoints with a tokenizer, for tests, the demo and benchmarks.
+"""`pat-vllm random-model`: random checkpoints with a tokenizer, also for tests and benchmarks.
 
 The weights are noise, but scaled so that generation behaves like a model's: logits are peaked (an
 argmax is not decided by rounding) and depend on the whole context. A model may also repeat itself
@@ -15,15 +15,17 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from pat_vllm.cli import random_config, random_tokenizer
-from pat_vllm.cli.command_options import RandomModel
-from pat_vllm.cli.random_config import ARCHS, EXPERT_GROUPS, LINEAR, fields_of
+from pat_vllm.cli.options import failed, options_of
+from pat_vllm.cli.random_config import ARCHS, EXPERT_GROUPS, LINEAR, RandomModel, fields_of
 from pat_vllm.cli.random_tokenizer import SPECIAL_TOKENS, save_tokenizer
-from pat_vllm.files.reading import name_of, shown
 from pat_vllm.files.writing import forgotten
 from pat_vllm.layer_sizes import MIXTURES
+from pat_vllm.text_only import without_vision_and_audio
 
 if TYPE_CHECKING:
     import torch
@@ -39,12 +41,22 @@ _EMBEDDING = 0.3
 """Standard deviation of what Gemma's embeddings add to the residual stream; norms add 1 each."""
 
 
-def make_model(path: str | Path, **sizes: Any) -> int:
-    """Write a random checkpoint as `write_model` does.
+@options_of(RandomModel)
+def write_random_model(
+    model: RandomModel,
+    path: Annotated[Path, typer.Argument(help="Directory to write; must be new or empty.")],
+) -> None:
+    """Write a random model with a tokenizer: real shapes and timings without a download."""
+    without_vision_and_audio()
+    try:
+        parameters = write_model(path, model)
+    except (OSError, RuntimeError) as error:  # too little memory
+        raise failed(f"{path} cannot be written: {error}") from error
+    typer.echo(f"{path}: {model.arch}, {parameters / 1e6:.1f}M parameters, {model.dtype}")
 
-    Args:
-        sizes: fields of `RandomModel`.
-    """
+
+def make_model(path: str | Path, **sizes: Any) -> int:
+    """`write_model`, of a `RandomModel` with these fields."""
     return write_model(Path(path), RandomModel(**sizes))
 
 
@@ -59,13 +71,9 @@ def kept_model(
     Several processes may ask for the same one at once.
 
     Args:
-        directory: where it is made and kept.
-        name: what the checkpoint's directory begins with.
+        name: what the checkpoint's folder in `directory` begins with.
         sizes: fields of `RandomModel`.
         finish: changes the files that were made, before anybody sees them.
-
-    Returns:
-        The checkpoint's directory.
     """
     model = RandomModel(**sizes)
     key = json.dumps([vars(model), finish.__qualname__]).encode()
@@ -100,15 +108,12 @@ def write_model(path: Path, model: RandomModel) -> int:
 
     Args:
         path: a directory that does not exist or is empty.
-        model: of architectures, "qwen3" normalises queries and keys, "qwen2" has biases on q, k and
-            v. Of mixtures, "qwen2_moe" and "glm4_moe" have shared experts, too, of the width
-            `intermediate` and of one expert's; in "glm4_moe" the first layer is dense. Of latent
-            attention, "deepseek_v3" has compressed queries, too, and a bias of the router's choice.
-            Weights are drawn in `dtype`. With fewer than `MIN_VOCAB` tokens only the words "w3",
-            "w4" and so on can be encoded; every id decodes to text. A smaller `gain` makes a
-            logprob less sensitive to rounding, too. `repeat` is how strongly the model continues
-            its phrase, relative to all else that it might say: at 1 greedy text follows it most of
-            the time.
+        model: "qwen2_moe" and "glm4_moe" have shared experts, too, of the width `intermediate` and
+            of one expert's. Weights are drawn in `dtype`. With fewer than `MIN_VOCAB` tokens only
+            the words "w3", "w4" and so on can be encoded; every id decodes to text. A smaller
+            `gain` makes a logprob less sensitive to rounding, too. `repeat` is how strongly the
+            model continues its phrase, relative to all else that it might say: at 1 greedy text
+            follows it most of the time.
 
     Raises:
         OSError: the files cannot be written.
@@ -157,6 +162,8 @@ def check_written(path: Path, dtype: str) -> None:
     Raises:
         ValueError: says which.
     """
+    from pat_vllm.files.reading import name_of, shown  # slow, for `--help`
+
     if dtype not in DTYPES:
         raise ValueError(f"dtype={shown(dtype)} must be one of {', '.join(DTYPES)}")
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
@@ -167,6 +174,8 @@ def check_written(path: Path, dtype: str) -> None:
 
 def _check(path: Path, model: RandomModel) -> None:
     """Refuse what can't be built or vLLM can't load."""
+    from pat_vllm.files.reading import shown
+
     arch, hidden, heads, phrase = model.arch, model.hidden, model.heads, model.phrase
     check_written(path, model.dtype)
     if arch not in ARCHS:

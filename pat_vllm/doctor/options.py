@@ -29,8 +29,7 @@ class Options(Ranged):
     shape: Annotated[
         str,
         typer.Option(
-            help="Of the random model: tiny, moe, linear or latent (attention), large, or model "
-            "(like --model)."
+            help="Of the random model: tiny, moe, linear or latent (attention), or large."
         ),
     ] = "tiny"
     dtype: Annotated[

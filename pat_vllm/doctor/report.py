@@ -94,10 +94,6 @@ class Report:
             return f"No engine was started. Passed: {', '.join(passed)}."
         return f"Fit, as far as was tested: {', '.join(passed)}."
 
-    def to_json(self) -> str:
-        """As text."""
-        return REPORT.dump_json(self, indent=1).decode()
-
     def without_names(self) -> Report:
         """Without the names of the machine, its user and their folders."""
         names = names_of_this_machine()

@@ -7,14 +7,14 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from pat_vllm.child import environment, run_module
 from pat_vllm.config import PATConfig
 from pat_vllm.doctor.arithmetic import check_memory, engine_shape
-from pat_vllm.doctor.engine import REFERENCES, TASK, Task
+from pat_vllm.doctor.engine import REFERENCES, TASK
 from pat_vllm.doctor.environment import FACTS, Facts, environment_checks
 from pat_vllm.doctor.options import Options
 from pat_vllm.doctor.report import Check, Stage
@@ -45,22 +45,21 @@ Outcome = list[Check] | str
 
 
 def run_stages(
-    options: Options, make_models: Callable[[], Models], doing: Callable[[str], None]
+    options: Options, models: Models | None, doing: Callable[[str], None]
 ) -> Iterator[Stage]:
     """Run the stages; each is handed out when it has ended. After one that fails, none is run.
 
     Args:
         options: `model` is a folder.
-        make_models: called when a stage needs them.
+        models: of the self-test; none with `--gpu`.
         doing: called with what is being done, as "stage: what".
     """
-    run = _Stages(options, make_models, doing)
+    run = _Stages(options, models, doing)
     stages: dict[str, Callable[[], Outcome]] = {
         "environment": run.environment,
         "model": run.model,
         "memory": run.memory,
-        **{name: partial(run.small_engine, name) for name in GRAPHS},
-        AS_USED: run.engine_as_used,
+        **{name: partial(run.engines, name) for name in (*GRAPHS, AS_USED)},
     }
     failed = None
     for name, stage in stages.items():
@@ -77,28 +76,21 @@ def run_stages(
         yield done
 
 
+@dataclass
 class _Stages:
     """What one stage leaves for the next."""
 
-    facts: Facts
-    stage: str
-    log: str
-
-    def __init__(
-        self, options: Options, make_models: Callable[[], Models], doing: Callable[[str], None]
-    ) -> None:
-        self._options = options
-        self._make_models = make_models
-        self._doing = doing
-        self._models: Models | None = None
-        self._references: dict[bytes, Any] = {}
-
-    # ---------------------------------------------------------------- without an engine
+    options: Options
+    models: Models | None
+    doing: Callable[[str], None]
+    facts: Facts = field(init=False)
+    stage: str = ""
+    log: str = ""
 
     def environment(self) -> Outcome:
         """The machine, and what vLLM and PAT make of the options."""
-        options = self._options
-        model = options.model or self._random_models().first
+        options = self.options
+        model = options.model or self._random_models.first
         engine = engine_as_given(str(model), options)
         checks, answer = self._child("environment", json.dumps(engine), options.ranks)
         if answer is None:
@@ -111,14 +103,14 @@ class _Stages:
 
     def model(self) -> Outcome:
         """What is refused."""
-        if self._options.model is None:
+        if self.options.model is None:
             return "no --model is given"
         refused = self.facts.refused
         return [Check("options", "" if refused else "PAT runs it", refused)]
 
     def memory(self) -> Outcome:
         """Computed for the GPU that is named, or the smallest that is here."""
-        options, config = self._options, self.facts.config
+        options, config = self.options, self.facts.config
         if options.model is None:
             return "no --model is given"
         if options.gpu is not None:
@@ -127,56 +119,36 @@ class _Stages:
             gpu = min(self.facts.devices, key=lambda one: one.memory)
         else:
             return "no GPU is here; --gpu names one to compute for"
-        dtype = "bfloat16"
-        if not self.facts.on_cpu:
-            of_model = str(config.get("dtype") or config.get("torch_dtype") or dtype)
-            dtype = of_model.removeprefix("torch.")
+        of_model = None if self.facts.on_cpu else config.get("dtype")
+        dtype = of_model or "bfloat16"
         pat = PATConfig.parse(options.pat)
         shape, choice = engine_shape(config, pat, options.ranks, options.engine, gpu, dtype)
         return [check_memory(config, gpu, shape, dtype, choice.found)]
 
-    # ---------------------------------------------------------------- with engines
-
-    def small_engine(self, name: str) -> Outcome:
-        """Every layout and every switch of an engine that starts soon."""
-        if why := self._why_not(name):
-            return why
-        models, mode = self._random_models(), GRAPHS[name]
-        return self._engines(*self_test(self._options, models, self.facts, mode))
-
-    def engine_as_used(self) -> Outcome:
-        """The same of the user's engine, with its own policy and limits."""
-        if why := self._why_not(AS_USED):
-            return why
-        return self._engines(*as_used(self._options, self._random_models(), self.facts))
-
-    def _why_not(self, name: str) -> str:
-        if self._options.gpu is not None:
+    def engines(self, name: str) -> Outcome:
+        """Stock vLLM, and PAT beside it: every layout and every switch."""
+        if self.options.gpu is not None:
             return "--gpu computes for another machine; leave it out to test this one"
-        if name != "eager" and not self._options.all:
+        if name != "eager" and not self.options.all:
             return "only with --all"
         if self.facts.graphs.get(name) == "NONE":
             asked = f"cudagraph_mode {name.upper()}"
             return f"not on this platform: of {asked}, vLLM makes NONE on {self.facts.platform}"
-        return ""
-
-    def _random_models(self) -> Models:
-        if self._models is None:
-            self._doing(f"{self.stage}: making random models")
-            self._models = self._make_models()
-        return self._models
-
-    def _engines(self, stock: Task, pat: Task) -> list[Check]:
-        """Stock vLLM, unless it has been asked the same before, and PAT beside it."""
-        made: list[Check] = []
-        if (asked := TASK.dump_json(stock)) not in self._references:
-            made, answer = self._child("engine", asked.decode(), stock.rounding_tp)
-            if answer is None:
-                return made
-            self._references[asked] = REFERENCES.validate_python(answer)
-        task = replace(pat, references=self._references[asked])
-        checks, _ = self._child("engine", TASK.dump_json(task).decode(), self._options.ranks)
+        if name == AS_USED:
+            stock, pat = as_used(self.options, self._random_models, self.facts)
+        else:
+            stock, pat = self_test(self.options, self._random_models, self.facts, GRAPHS[name])
+        made, answer = self._child("engine", TASK.dump_json(stock).decode(), stock.rounding_tp)
+        if answer is None:
+            return made
+        task = replace(pat, references=REFERENCES.validate_python(answer))
+        checks, _ = self._child("engine", TASK.dump_json(task).decode(), self.options.ranks)
         return [*made, *checks]
+
+    @property
+    def _random_models(self) -> Models:
+        assert self.models is not None
+        return self.models
 
     def _child(self, module: str, request: str, ranks: int) -> tuple[list[Check], Any]:
         """Run a module of this package in a process of its own; its checks and its answer."""
@@ -187,7 +159,7 @@ class _Stages:
             nonlocal last
             if "doing" in event:
                 last = event["doing"]
-                self._doing(f"{self.stage}: {last}")
+                self.doing(f"{self.stage}: {last}")
             if "check" in event:
                 checks.append(Check(**event["check"]))
 
@@ -197,7 +169,9 @@ class _Stages:
             # An engine's core has a process of its own, as for users.
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
         }
-        if self._compiles and "TORCHDYNAMO_DISABLE" not in os.environ:
+        # Only on a GPU: on CPU it takes a C++ compiler minutes.
+        compiles = self.stage in ("piecewise", "full", AS_USED) and not self.facts.on_cpu
+        if compiles and "TORCHDYNAMO_DISABLE" not in os.environ:
             del variables["TORCHDYNAMO_DISABLE"]
         ended = run_module(f"pat_vllm.doctor.{module}", request, variables, told, SILENCE)
         self.log = ended.log
@@ -212,11 +186,6 @@ class _Stages:
             why = f"{cause} ({problem.splitlines()[0][:160]})"
             checks[-1] = replace(checks[-1], problem=why)
         return checks, ended.answer
-
-    @property
-    def _compiles(self) -> bool:
-        """Of the stages that compile, only on a GPU: on CPU it takes a C++ compiler minutes."""
-        return self.stage in ("piecewise", "full", AS_USED) and not self.facts.on_cpu
 
 
 def explain(log: str) -> str | None:

@@ -79,14 +79,8 @@ class PATMetrics(KVConnectorPromMetrics):
 class PATStats(KVConnectorStats):
     """PAT's part of the statistics for vLLM's log lines, which leave it out: PAT has its own."""
 
-    def reset(self) -> None:
-        return
-
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         return self
-
-    def reduce(self) -> dict[str, int | float]:
-        return {}
 
     def is_empty(self) -> bool:
         return True

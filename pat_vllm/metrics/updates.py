@@ -67,17 +67,14 @@ class Updates:
     # What happens
 
     def switched(self, switch: SwitchReport) -> None:
-        """The engine has switched."""
         pair = str(switch.source), str(switch.target)
         self._add(names.SWITCHES, (*pair, switch.reason), 1)
         self._add(names.STALL, (switch.reason,), switch.seconds)
 
     def refused(self, refused: RefusedSwitch) -> None:
-        """A switch was not made."""
         self._add(names.REFUSED, (refused.reason,), 1)
 
     def saved(self, batch: BatchSavings) -> None:
-        """A batch ended."""
         self._add(names.BATCHES, (), 1)
         for estimate in names.ESTIMATES:
             times = getattr(batch, estimate)

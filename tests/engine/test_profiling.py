@@ -74,9 +74,9 @@ def test_the_command_takes_a_profile_and_leaves_no_trace(
 
     monkeypatch.setattr(command, "_engine", shared_engine)
     printed = StringIO()
-    path = command.take_profile(
-        Console(file=printed, width=120), {}, tmp_path / "profile.json", quick=True, budget=1e6
-    )
+    path = tmp_path / "profile.json"
+    options = command.ProfileOptions(output=path, quick=True, budget=1e6)
+    command.take_profile(Console(file=printed, width=120), {}, options)
 
     executor = scheduler_of(llm).replica_set.executor
     assert executor.collective_rpc(known_requests) == [0, 0]

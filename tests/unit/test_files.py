@@ -20,7 +20,6 @@ import pytest
 
 from pat_vllm.advice.lengths import read_rollouts
 from pat_vllm.cli.demo_batch import model_config
-from pat_vllm.cli.doctor_models import sizes_of
 from pat_vllm.cli.profile import measured_before
 from pat_vllm.doctor.report import names_of_this_machine
 from pat_vllm.drafts.corpus import Corpus, key_of
@@ -93,7 +92,6 @@ READERS: dict[str, Callable[[Path], Any]] = {
     "model config": lambda path: modelled_profile(str(path), "H100", 2),
     "unfinished profile": lambda path: measured_before(path, {}),
     "demo": lambda path: model_config(path.parent),
-    "doctor": lambda path: sizes_of("model", path.parent, 2),
 }
 KINDS = ("empty", "cut off", "binary", "deep", "another's", "digits", "surrogate", "a directory")
 WORDS = {"a pipe": "no regular file", "a device": "no regular file", "too large": "bytes; at most"}

@@ -23,9 +23,9 @@ def imported():
 
 import pat_vllm.cli
 imported()
-import pat_vllm.cli.demo, pat_vllm.cli.profile, pat_vllm.cli.doctor
-import pat_vllm.cli.random_model
-import pat_vllm.cli.advise, pat_vllm.cli.advise_plot
+import pat_vllm.cli.demo_batch, pat_vllm.cli.engine_run, pat_vllm.cli.doctor_models
+import pat_vllm.doctor.stages, pat_vllm.profiling.grid, pat_vllm.profiling.quality
+import pat_vllm.cli.advise_plot
 import pat_vllm.predictor.adaptive, pat_vllm.reporting.plot
 imported()
 import benchmarks.bench.__main__, benchmarks.bench.run, benchmarks.bench.plot

@@ -197,7 +197,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             for answer in answers:
                 told(answer)
 
-        monkeypatch.setattr("pat_vllm.cli.demo.run", run)
+        monkeypatch.setattr("pat_vllm.cli.engine_run.run", run)
         options = ("--requests", "2", "--switch-at", "2", "--rounds", "2", *options)
         return demo_command(tmp_path, model, *options)[:2]
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from pat_vllm.cli import doctor_models
+from pat_vllm.cli.random_config import RandomModel
 from pat_vllm.doctor.options import Options
 from pat_vllm.doctor.report import REPORT, Check, Stage, without_names
 from pat_vllm.known_models import MODEL_SHAPES
@@ -35,8 +36,7 @@ def test_names_of_users_and_folders_are_left_out() -> None:
     ("arguments", "words"),
     [
         (("--gpu", "H100"), "name one by --model"),
-        (("--shape", "huge"), "allowed: tiny, moe, linear, latent, large, model"),
-        (("--shape", "model"), "name one by --model"),
+        (("--shape", "huge"), "allowed: tiny, moe, linear, latent, large"),
         (("--engine", "[1]"), "--engine takes a JSON object"),
         (("--model", "nowhere"), "neither a config.json nor a folder"),
         (("--pat", '{"layouts": [3]}'), "tp=3, which does not divide"),
@@ -75,33 +75,16 @@ def test_exit_status_table_and_file(
 
 
 def test_models_of_any_number_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[dict[str, Any]] = []
+    made: list[RandomModel] = []
     monkeypatch.setattr(
-        doctor_models.random_model, "make_model", lambda path, **sizes: made.append(sizes)
+        doctor_models.random_model, "write_model", lambda path, model: made.append(model)
     )
-    for shape, ranks in itertools.product(("tiny", "linear", "latent"), (2, 3, 8)):
-        sizes = doctor_models.sizes_of(shape, None, ranks)
+    for shape, ranks in itertools.product(doctor_models.SHAPES, (2, 3, 8)):
+        sizes = doctor_models.sizes_of(shape, ranks)
         models = doctor_models.self_test_models(tmp_path, sizes, 5)
-        assert made[-1].get("heads", 8) % ranks == 0 == made[-1]["intermediate"] % ranks
-        assert made[-1].get("linear_heads", ranks) % ranks == 0
-        assert models.draft_lengths == (5, 0, 1, 2, 4, 5)
+        assert made[-1].heads % ranks == 0 == made[-1].intermediate % ranks
+        assert shape != "linear" or made[-1].linear_heads % ranks == 0
+        assert models.draft_lengths == (5, 0, 1, 2, 4, 5) and made[-1].repeat
         assert models.dtype == ("bfloat16" if shape == "linear" else None)
-    assert [one["seed"] for one in made[:2]] == [0, 1]
+    assert [one.seed for one in made[:2]] == [0, 1]
     assert doctor_models.self_test_models(tmp_path, sizes, 0).draft_lengths == ()
-
-
-@pytest.mark.parametrize("kind", ["llama", "qwen2"])
-def test_a_model_of_a_users_shape(kind: str, tmp_path: Path) -> None:
-    def sizes(ranks: int, **changed: Any) -> dict[str, Any]:
-        config = {**MODEL_SHAPES["llama-3.1-8b"], "model_type": kind, **changed}
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        return doctor_models.sizes_of("model", tmp_path, ranks)
-
-    large = sizes(8, tie_word_embeddings=True)
-    assert (large["arch"], large["heads"], large["kv_heads"], large["layers"]) == (kind, 32, 8, 2)
-    assert large["intermediate"] % 8 == 0 and large["vocab"] == 32000 and large["tie"] is True
-    assert (large["hidden"] == 32 * large["head_dim"]) == (kind == "qwen2")
-    small = {"hidden_size": 96, "head_dim": 32, "intermediate_size": 80, "vocab_size": 9}
-    assert sizes(2, **small)["hidden"] == 96
-    with pytest.raises(ValueError, match="makes random models of qwen3, qwen2, llama, not of"):
-        sizes(2, model_type="mixtral")

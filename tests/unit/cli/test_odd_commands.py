@@ -88,7 +88,7 @@ def somewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         Path("deep.json").write_text("[" * 10**5)
         patch.setattr("pat_vllm.cli.profile.take_profile", lambda *_: print("measured"))
         patch.setattr("pat_vllm.doctor.stages.run_stages", lambda *_: iter(()))
-        patch.setattr("pat_vllm.cli.demo.run", lambda spec: sys.exit(f"ran {spec.engine['model']}"))
+        patch.setattr("pat_vllm.cli.engine_run.run", lambda spec, told: sys.exit("ran"))
         patch.setitem(sys.modules, "torch", None)
         yield
     os.chdir(before)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import StringIO
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -68,7 +70,8 @@ def take(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         monkeypatch.setattr(command, "_engine", running)
         printed = StringIO()
         console = Console(file=printed, width=120)
-        command.take_profile(console, {}, tmp_path / "p.json", True, budget)
+        options = command.ProfileOptions(output=tmp_path / "p.json", quick=True, budget=budget)
+        command.take_profile(console, {}, options)
         return printed.getvalue()
 
     return take
@@ -98,8 +101,11 @@ def test_noise_is_named_and_measured_again(take: Any) -> None:
     assert again.asked == steps[:noisy]
 
 
-def test_a_used_up_budget_leaves_a_profile_of_every_layout(take: Any, tmp_path: Path) -> None:
-    printed = " ".join(take(engine := Engine(), 1e-9).split())
+def test_a_used_up_budget_leaves_a_profile_of_every_layout(
+    take: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "time", SimpleNamespace(monotonic=count(0, 2).__next__))
+    printed = " ".join(take(engine := Engine(), 1).split())
     assert engine.asked == [*PLAN.points[: PLAN.essential]]
     assert f"{len(PLAN.points) - PLAN.essential} of {len(PLAN.points)} points" in printed
     assert {sample.layout for sample in Profile.load(tmp_path / "p.json").steps} == {

@@ -61,7 +61,7 @@ def run_with(
     own = {"worker_extension_cls": "x.Y", "block_size": 32, "additional_config": {"more": 1}}
     given: dict[str, Any] = {"pat": {"base_tp": 1}, "engine": own, **options}
     models = Models(Path("first"), Path("other"), 512, (4, 0, 1))
-    found = run_stages(Options(**given), lambda: models, lambda what: None)
+    found = run_stages(Options(**given), models, lambda what: None)
     return {stage.name: stage for stage in found}
 
 
@@ -112,19 +112,6 @@ def test_stock_vllm_that_has_answered_may_abort(monkeypatch: pytest.MonkeyPatch)
     for found, status in ((answer, "psspsss"), (None, "pssfsss")):
         children = Children(ON_CPU, {1: (told, Ended(-6, "", found))})
         assert status_of(run_with(monkeypatch, children)) == status
-
-
-def test_stock_vllm_is_asked_the_same_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    children = Children(dataclasses.replace(ON_CPU, graphs={}))
-    own = {"worker_extension_cls": "x.Y"}
-    run = stages._Stages(
-        Options(pat={"base_tp": 1}, engine=own), lambda: Models(Path("a"), Path("b"), 512), print
-    )
-    monkeypatch.setattr(stages, "run_module", children)
-    run.stage, run.facts = "eager", ON_CPU
-    run.small_engine("eager")
-    run.small_engine("eager")
-    assert [bool(one.references) for one in children.tasks] == [False, True, True]
 
 
 def as_used(monkeypatch: pytest.MonkeyPatch, facts: Facts, **options: Any) -> tuple[Task, Task]:

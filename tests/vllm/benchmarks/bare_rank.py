@@ -102,9 +102,8 @@ def doctor() -> None:
     """It finds a GPU for each rank."""
     from pat_vllm.doctor.environment import Facts, FoundDevice, environment_checks
 
-    cpu = {"kind": "a CPU", "numa_nodes": 1}
     gpu = FoundDevice(80 << 30, "9.0", name="a GPU", free=79 << 30)
-    facts = Facts({}, "cuda", cpu, 1 << 40, 1 << 40, (gpu,), ((True,),))
+    facts = Facts({}, "cuda", "a CPU", 1 << 40, 1 << 40, (gpu,), ((True,),))
     assert not [one for one in environment_checks(facts, 2, True) if one.problem]
     assert [one for one in environment_checks(facts, 3, True) if one.problem]
 

@@ -25,7 +25,7 @@ def test_more_heads_are_the_same_function() -> None:
         tie_word_embeddings=True,
     )
     model = LlamaForCausalLM(config).eval()
-    padded = with_more_heads(model, 4)
+    padded = with_more_heads(model)
     assert padded.config.num_attention_heads == 8 and padded.config.num_key_value_heads == 4
     assert padded.model.layers[0].self_attn.o_proj.weight.shape == (48, 64)
     tokens = torch.randint(64, (2, 30))
