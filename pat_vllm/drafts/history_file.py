@@ -18,8 +18,8 @@ from pathlib import Path
 import numpy as np
 
 from pat_vllm.drafts.corpus import BETWEEN_ROWS, KEY_BYTES, Corpus, Key, Row
-from pat_vllm.files.reading import FileError, name_of, read_bytes
-from pat_vllm.files.writing import set_aside, write_whole
+from pat_vllm.files.reading import FileError, name_of, read_bytes, set_aside
+from pat_vllm.files.writing import write_whole
 
 logger = logging.getLogger(__name__)
 

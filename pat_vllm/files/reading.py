@@ -1,10 +1,12 @@
 """Reads files and JSON that come from outside: bounded, decoded, parsed and checked. Pure.
 
-A file is a regular one. A pipe could block for ever, and a device could have no end.
+A file is a regular one. A pipe could block for ever, and a device could have no end. What engines
+keep for the next ones and cannot read stops none of them (`set_aside`).
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import reprlib
 import stat
@@ -14,8 +16,12 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import from_json
 
+logger = logging.getLogger(__name__)
+
 MOST_BYTES = 64 << 20
 """Of a file, unless its reader says otherwise."""
+SET_ASIDE = ".unreadable"
+"""What is added to the name of a file that cannot be read."""
 
 _MOST_CHARACTERS = 200
 _LONGEST_NAME, _LONGEST_PATH = 255, 4095
@@ -168,3 +174,21 @@ def first_problem(error: ValidationError) -> str:
     first = error.errors(include_url=False)[0]
     where = cut(".".join(map(str, first["loc"])))
     return f"{where}: {cut(first['msg'])}" if where else cut(first["msg"])
+
+
+def set_aside(path: Path, option: str, error: FileError) -> None:
+    """Rename a file that cannot be read, so that the engine can keep what it learns; the log says
+    why. What is no regular file (a directory, a device) stays: it was not an engine that made it.
+
+    Args:
+        option: that names the file, for the message.
+    """
+    done = "it stays"
+    try:
+        if os.path.isfile(path):
+            aside = path.with_name(path.name + SET_ASIDE)
+            os.replace(path, aside)
+            done = f"it is now {name_of(aside)}"
+    except OSError as failure:
+        done = f"it cannot be renamed ({failure.strerror})"
+    logger.warning("%s: %s; %s, and the engine starts without it", option, error, done)

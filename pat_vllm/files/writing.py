@@ -1,14 +1,10 @@
-"""Files that PAT writes: all of a file or nothing, and what it keeps is its user's alone. Pure.
-
-What engines keep for the next ones and cannot read stops none of them (`set_aside`).
-"""
+"""Files that PAT writes: all of a file or nothing, and what it keeps is its user's alone. Pure."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import json
-import logging
 import os
 import re
 import secrets
@@ -16,12 +12,6 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from pat_vllm.files.reading import FileError, name_of
-
-logger = logging.getLogger(__name__)
-
-SET_ASIDE = ".unreadable"
-"""What is added to the name of a file that cannot be read."""
 _SCRATCH = r"\.{name}\.[0-9a-f]{{16}}"
 """Name of a file while it is written."""
 
@@ -126,21 +116,3 @@ def make_private(directory: Path) -> None:
             os.fchmod(descriptor, 0o700)
     finally:
         os.close(descriptor)
-
-
-def set_aside(path: Path, option: str, error: FileError) -> None:
-    """Rename a file that cannot be read, so that the engine can keep what it learns; the log says
-    why. What is no regular file (a directory, a device) stays: it was not an engine that made it.
-
-    Args:
-        option: that names the file, for the message.
-    """
-    done = "it stays"
-    try:
-        if os.path.isfile(path):
-            aside = path.with_name(path.name + SET_ASIDE)
-            os.replace(path, aside)
-            done = f"it is now {name_of(aside)}"
-    except OSError as failure:
-        done = f"it cannot be renamed ({failure.strerror})"
-    logger.warning("%s: %s; %s, and the engine starts without it", option, error, done)

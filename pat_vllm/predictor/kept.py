@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pat_vllm.files.reading import FileError, name_of, read_json, shown
-from pat_vllm.files.writing import set_aside, write_whole
+from pat_vllm.files.reading import FileError, name_of, read_json, set_aside, shown
+from pat_vllm.files.writing import write_whole
 from pat_vllm.predictor.acceptance import Acceptance
 from pat_vllm.predictor.lengths import LengthModel
 

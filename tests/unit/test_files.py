@@ -26,7 +26,8 @@ from pat_vllm.drafts.corpus import Corpus, key_of
 from pat_vllm.drafts.history_file import HistoryFile
 from pat_vllm.files import reading
 from pat_vllm.files import writing as files
-from pat_vllm.files.writing import SET_ASIDE, write_whole
+from pat_vllm.files.reading import SET_ASIDE
+from pat_vllm.files.writing import write_whole
 from pat_vllm.predictor import kept
 from pat_vllm.predictor.acceptance import Acceptance
 from pat_vllm.predictor.adaptive import AdaptivePolicy

@@ -15,8 +15,7 @@ import pytest
 from pat_vllm.drafts import history_file
 from pat_vllm.drafts.corpus import Corpus, key_of
 from pat_vllm.drafts.history_file import HistoryFile
-from pat_vllm.files.reading import FileError
-from pat_vllm.files.writing import SET_ASIDE
+from pat_vllm.files.reading import SET_ASIDE, FileError
 
 VOCAB = 1 << 31
 KEYS = [key_of([1]), key_of([2]), key_of([1], "salt")]

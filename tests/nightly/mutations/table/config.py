@@ -71,7 +71,7 @@ MUTATIONS = mutations({
         ("what is being written is removed", "files.writing:forgotten", "now - _FORGOTTEN", "now + _FORGOTTEN"),
         ("an open directory stays open", "files.writing:make_private", "os.fchmod(descriptor, 0o700)", "pass"),
         ("a link is followed", "files.writing:make_private", " | os.O_NOFOLLOW", ""),
-        ("a directory of the user's is renamed", "files.writing:set_aside", "if os.path.isfile(path):", "if True:"),
+        ("a directory of the user's is renamed", "files.reading:set_aside", "if os.path.isfile(path):", "if True:"),
         ("a lengths file that cannot be read ends an engine", "predictor.kept:Keeper.load", "except FileError as error:", "except KeyError as error:"),
         ("another user's directory is taken", "files.writing:make_private", "status.st_uid != os.geteuid()", "False"),
         ("a pipe is read", "files.reading:read_bytes", "if not stat.S_ISREG(status.st_mode):", "if False:"),

@@ -27,7 +27,7 @@ MUTATIONS = mutations({
         ("what begins with responses has no salt", "drafts.history_file:HistoryFile.load", "return digest", "return 0"),
         ("some damage stops an engine", "drafts.history_file:read_rows", "except Exception as", "except ValueError as"),
         ("compressed files are taken", "drafts.history_file:read_rows", "one.compress_type != zipfile.ZIP_STORED", "False"),
-        ("a file that cannot be read stays", "files.writing:set_aside", "os.replace(path, aside)", "pass"),
+        ("a file that cannot be read stays", "files.reading:set_aside", "os.replace(path, aside)", "pass"),
         ("others may read responses", "drafts.history_file:write_rows", "private=True", "private=False"),
     ],
     "tests/vllm/scheduler/test_draft_rows.py": [
