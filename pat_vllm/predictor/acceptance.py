@@ -19,57 +19,31 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from pat_vllm.files.reading import first_problem
 from pat_vllm.predictor.state import Floats, Ints
 
 _MEMORY = 300.0
 """Steps of replicas with drafts after which an observation has faded (to 1/e), and more where they
 are of few requests:"""
-
 _MEMORY_OF_ONE = 4000.0
 """so many steps of one request."""
-
 _MEMORY_WITHOUT = 1000.0
 """Steps of replicas without drafts, likewise: after so many, drafts are tried again."""
-
 _INDEPENDENT = 0.25
 """Observations that one counts as: what repeats itself goes on doing so, step after step."""
-
 _PRIOR = 2.0
 """Observations that stand for what is not known yet. Half of them are successes, at a position
 after the first as many as at the one before."""
-
 _KEPT_BY_NEW_WEIGHTS = 8.0
 """Observations that remain, at most, of all that were made with other weights."""
-
 _NEWS = 0.1
 """Share of what is known that has to be new before it is checked whether anything has changed."""
-
 _VERSION_STEP = 0.03
 """Relative change of the tokens per step from which on they count as others."""
-
 _SKILLS = np.geomspace(8.0, 0.125, 33)
 """Exponents of the acceptance of a request that is unlike the mean, the worst first."""
-
-_FORMAT = 1
-_MOST_LENGTHS = 1 << 12
-
-Count = Annotated[float, Field(ge=0, le=1e15)]
-
-
-class _Learnt(BaseModel):
-    """What `Acceptance.to_json` says."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    format: Literal[1]
-    tried: list[Count] = Field(max_length=_MOST_LENGTHS)
-    succeeded: list[Count] = Field(max_length=_MOST_LENGTHS)
 
 
 @dataclass(frozen=True)
@@ -94,10 +68,10 @@ PLAIN = Drafting(np.zeros(1, np.int64), np.ones(1), np.zeros(1))
 class Acceptance:
     """Learns from counts of steps what drafts are worth. Not thread-safe.
 
-    Args:
-        lengths: draft lengths that the engine keeps ready, ascending.
-
     Attributes:
+        lengths: draft lengths that the engine keeps ready, ascending, int64 [lengths].
+        tried, succeeded: evidence, first of tokens, where a success is one made in a step with a
+            hit, then of drafts by position, float64 [1 + longest].
         version: grows whenever what drafts are expected to give has changed by more than ~3 %
             since it last did: time for a new plan.
     """
@@ -106,9 +80,8 @@ class Acceptance:
         assert lengths and sorted({*lengths}) == list(lengths) and lengths[0] >= 0
         self.lengths = np.array(lengths, np.int64)
         self._longest = int(lengths[-1])
-        # First of tokens, where a success is one made in a step with a hit, then by position.
-        self._tried = np.zeros(1 + self._longest)
-        self._succeeded = np.zeros(1 + self._longest)
+        self.tried = np.zeros(1 + self._longest)
+        self.succeeded = np.zeros(1 + self._longest)
         # Hits by position: that could have had a draft there, and that had. Not kept for the next
         # engine; at first each hit is expected to have as many as are asked for.
         self._could = np.zeros(self._longest)
@@ -133,9 +106,9 @@ class Acceptance:
         """
         memory = _MEMORY if length else _MEMORY_WITHOUT
         keep = math.exp(-1 / max(memory, _MEMORY_OF_ONE / max(1, requests)))
-        self._news += (1 - keep) * float(self._tried[0])
-        self._tried *= keep
-        self._succeeded *= keep
+        self._news += (1 - keep) * float(self.tried[0])
+        self.tried *= keep
+        self.succeeded *= keep
         self._could *= keep
         self._had *= keep
         if length:
@@ -144,7 +117,7 @@ class Acceptance:
             self._could[:length] += len(accepted)
             had = len(accepted) if drafted is None else _at_least(drafted, length)[1:]
             self._had[:length] += had
-        if self._news > _NEWS * self._tried[0] + _NEWS:
+        if self._news > _NEWS * self.tried[0] + _NEWS:
             self._announce()
 
     def _count(self, length: int, requests: int, accepted: Ints) -> float:
@@ -152,17 +125,17 @@ class Acceptance:
         assert length <= self._longest and len(accepted) <= requests
         at_least = _at_least(accepted, length)
         made = int(at_least[1:].sum())
-        self._tried[0] += requests + made
-        self._succeeded[0] += at_least[0] + made
-        self._tried[1 : length + 1] += at_least[:-1]
-        self._succeeded[1 : length + 1] += at_least[1:]
+        self.tried[0] += requests + made
+        self.succeeded[0] += at_least[0] + made
+        self.tried[1 : length + 1] += at_least[:-1]
+        self.succeeded[1 : length + 1] += at_least[1:]
         return float(requests + made)
 
     def weights_changed(self) -> None:
         """What was observed with other weights counts for little from now on."""
-        keep = np.minimum(1.0, _KEPT_BY_NEW_WEIGHTS / np.maximum(self._tried, 1e-9))
-        self._tried *= keep
-        self._succeeded *= keep
+        keep = np.minimum(1.0, _KEPT_BY_NEW_WEIGHTS / np.maximum(self.tried, 1e-9))
+        self.tried *= keep
+        self.succeeded *= keep
         of_hits = np.minimum(1.0, _KEPT_BY_NEW_WEIGHTS / np.maximum(self._could, 1e-9))
         self._could *= of_hits
         self._had *= of_hits
@@ -217,39 +190,17 @@ class Acceptance:
 
     def _mean(self) -> Floats:
         """The shares as they are expected to be."""
-        weight = _INDEPENDENT * self._tried + _PRIOR
-        mean = (_INDEPENDENT * self._succeeded + 0.5 * _PRIOR) / weight
+        weight = _INDEPENDENT * self.tried + _PRIOR
+        mean = (_INDEPENDENT * self.succeeded + 0.5 * _PRIOR) / weight
         for position in range(2, len(mean)):
             mean[position] += (mean[position - 1] - 0.5) * _PRIOR / weight[position]
         return mean
 
-    def to_json(self) -> dict[str, Any]:
-        """What was learnt, as JSON values."""
-        return {
-            "format": _FORMAT,
-            "tried": self._tried.tolist(),
-            "succeeded": self._succeeded.tolist(),
-        }
-
-    @classmethod
-    def from_json(cls, data: Any, lengths: Sequence[int]) -> Acceptance:
-        """The model that `to_json` described, for these draft lengths.
-
-        Raises:
-            ValueError: it is not such a description.
-        """
-        try:
-            learnt = _Learnt.model_validate(data)
-        except ValidationError as error:
-            raise ValueError(first_problem(error)) from error
-        tried, succeeded = (np.array(one, np.float64) for one in (learnt.tried, learnt.succeeded))
-        if len(tried) != len(succeeded) or (succeeded > tried).any():
-            raise ValueError("succeeded: more drafts were accepted than tried")
-        model = cls(lengths)
-        known = min(len(tried), len(model._tried))
-        model._tried[:known], model._succeeded[:known] = tried[:known], succeeded[:known]
-        model._announced = model.expected().tokens
-        return model
+    def take(self, tried: Floats, succeeded: Floats) -> None:
+        """Learn what another model had learnt, perhaps of more or fewer draft lengths."""
+        known = min(len(tried), len(self.tried))
+        self.tried[:known], self.succeeded[:known] = tried[:known], succeeded[:known]
+        self._announced = self.expected().tokens
 
 
 def _at_least(counts: Ints, length: int) -> Ints:

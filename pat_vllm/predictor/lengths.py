@@ -10,39 +10,29 @@ response that was cut short, or still runs, counts its tokens but no end, so it 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from pat_vllm.files.reading import first_problem
 from pat_vllm.predictor.state import Bools, Floats, Ints, LiveRequests
 
 _SINGLE = 16
 """Up to this length each length has its own bin."""
-
 _PER_OCTAVE = 32
 """Bins per doubling above: each spans 2%. In wider ones, lengths at which many responses end are
 mixed with lengths at which none does."""
-
 _SHAPES = {1.0: 1.0, 1.5: 1.0, 2.0: 1.0, 3.0: 1.0, 6.0: 0.05, 12.0: 0.05, 24.0: 0.05}
 """Shapes of the prior, by how likely they are before data: standard deviations of the log-length of
 1.8, 1.2, 0.9, 0.6, 0.3, 0.15 and 0.08. Without the narrow ones a batch of lengths alike would
 always seem to have a long tail."""
-
 _OCTAVES = 1.5
 """Standard deviation of the prior's log2-median."""
-
 _DOUBT = 0.25
 """Share of the pseudo-responses that stays as it was before data: what has been seen need not
 continue (a second mode of long responses)."""
-
 _LOWEST_SURVIVAL = 1e-12
 """Of one token, so that cumulative hazards stay finite."""
-
 _OCTAVES_OF_BINS = 18
 """So the grid ends at 2^22 tokens. Longer responses count as that long."""
-
 EDGES: Floats = np.unique(
     np.append(
         np.arange(_SINGLE),
@@ -50,43 +40,18 @@ EDGES: Floats = np.unique(
     )
 )
 """Bin edges 0, 1, 2, ...: bin b holds the lengths above edge b up to edge b + 1."""
-
 BINS = len(EDGES) - 1
 
 _DISCOUNT = 0.8
 """Weight of a batch after each later one: about 5 batches count."""
-
 _PRIOR_WEIGHT = 4.0
 """Pseudo-responses of the prior."""
-
 _PRIOR_MEDIAN = 1 / 8
 """Median of the prior, as a share of the bound."""
-
 _AT_ONCE = 4096
 """Responses that have stopped and are pooled together, at most: memory stays bounded."""
-
 _SEED = 0
 """Of the sampled futures."""
-
-_FORMAT = 2
-
-MOST = 1e15
-"""Of what is counted: more than any engine sees."""
-
-Count = Annotated[float, Field(ge=0, le=MOST)]
-
-
-class _Learnt(BaseModel):
-    """What `LengthModel.to_json` says."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    format: Literal[2]
-    bound: int = Field(ge=1, le=2**31)
-    batches: int = Field(ge=0, le=MOST)
-    responses: int = Field(ge=0, le=MOST)
-    ends: list[Count] = Field(max_length=BINS)
-    tokens: list[Count] = Field(max_length=BINS)
 
 
 @dataclass(frozen=True)
@@ -100,11 +65,6 @@ class Pool:
 
     ends: Floats
     tokens: Floats
-
-    @classmethod
-    def empty(cls) -> Pool:
-        """Nothing seen."""
-        return cls(np.zeros(BINS), np.zeros(BINS))
 
     @classmethod
     def of(cls, lengths: Ints, ended: Bools) -> Pool:
@@ -130,14 +90,10 @@ class Prior:
     They are log-logistic, S(l) = 1 / (1 + (l / median)^shape). With shape 1 the median remaining
     length after l tokens is median + l: what has run long will run about as long again. Medians
     and shapes are averaged by their likelihood, so as soon as something has ended, the unseen
-    tail continues what was seen.
-
-    Args:
-        median: expected without data, in tokens.
-        weight: number of pseudo-responses.
+    tail continues what was seen. Without data the median is `median` tokens.
     """
 
-    def __init__(self, median: float, weight: float) -> None:
+    def __init__(self, median: float) -> None:
         # Narrow shapes need closer medians.
         medians = [np.arange(-8.0, 3.5, min(0.5, 3 / shape)) for shape in _SHAPES]
         counts = [len(one) for one in medians]
@@ -149,7 +105,7 @@ class Prior:
         self._log_stay = steps / np.diff(EDGES)
         per_token = -np.expm1(self._log_stay)
         self._log_end = np.log(per_token)
-        self._ends = -weight * np.exp(log_survival[:, :-1]) * np.expm1(steps)
+        self._ends = -_PRIOR_WEIGHT * np.exp(log_survival[:, :-1]) * np.expm1(steps)
         self._tokens = self._ends / per_token
         each = np.array([*_SHAPES.values()]) / counts
         self._belief = np.repeat(np.log(each), counts) - 0.5 * (octaves / _OCTAVES) ** 2
@@ -176,25 +132,20 @@ class LengthModel:
     Pools this batch (finished and running responses), earlier batches (discounted) and a weak
     prior. Responses of one prompt count as any others do.
 
-    Args:
-        bound: the longest response, in tokens, that is possible.
-
     Attributes:
+        bound: the longest response, in tokens, that is possible.
         batches: batches learnt from, the current one not included.
         responses: finished responses learnt from.
+        history: what earlier batches say, discounted.
     """
 
     def __init__(self, bound: int) -> None:
-        if bound < 1:
-            raise ValueError(f"the longest response must have at least 1 token, got bound={bound}")
         self.bound = bound
         self.batches = 0
         self.responses = 0
-        self._history = Pool.empty()
-        self._prior = Prior(max(1.0, bound * _PRIOR_MEDIAN), _PRIOR_WEIGHT)
+        self.history = Pool(np.zeros(BINS), np.zeros(BINS))
+        self._prior = Prior(max(1.0, bound * _PRIOR_MEDIAN))
         self._start_batch()
-
-    # What happens
 
     def finished(self, length: int, complete: bool) -> None:
         """A response stopped with `length` tokens; not `complete` when it was cut short.
@@ -219,11 +170,9 @@ class LengthModel:
         """No response runs: this batch becomes history."""
         self._pool_stopped()
         if self._batch.tokens.any():
-            self._history = self._history * _DISCOUNT + self._batch
+            self.history = self.history * _DISCOUNT + self._batch
             self.batches += 1
         self._start_batch()
-
-    # What is predicted
 
     def sample(self, live: LiveRequests, futures: int) -> Ints:
         """Remaining tokens of each request in each of `futures` futures, int64 [n, futures].
@@ -233,8 +182,6 @@ class LengthModel:
         requests independent.
         The same draws are used throughout a batch, so predictions differ only by what was learnt.
         """
-        if not len(live):
-            return np.zeros((0, futures), np.int64)
         self._refresh()
         hazard, generated = self._hazard, live.num_output_tokens
         start = np.interp(generated, EDGES, hazard)
@@ -247,10 +194,8 @@ class LengthModel:
         np.clip(remaining, np.where(live.exact[:, None], room, 1), room, out=remaining)
         return remaining
 
-    # Inner workings
-
     def _start_batch(self) -> None:
-        self._batch = Pool.empty()
+        self._batch = Pool(np.zeros(BINS), np.zeros(BINS))
         self._stopped: list[tuple[int, bool]] = []  # of the batch, and not pooled yet
         self._running = np.zeros(0, np.int64)
         self._noise = np.zeros((0, 0))
@@ -262,7 +207,7 @@ class LengthModel:
             return
         none = np.zeros(len(self._running), np.bool_)
         self._pool_stopped()
-        pool = self._batch + Pool.of(self._running, none) + self._history
+        pool = self._batch + Pool.of(self._running, none) + self.history
         pool = pool + self._prior.given(pool)
         self._hazard = cumulative_hazard(pool)
         self._fresh = True
@@ -281,36 +226,3 @@ class LengthModel:
             random.permuted(strata, axis=1, out=strata)
             self._noise = -np.log1p(-(strata + random.random(strata.shape)) / futures)
         return self._noise[:requests]
-
-    # Persistence
-
-    def to_json(self) -> dict[str, Any]:
-        """What was learnt from earlier batches, as JSON values."""
-        return {
-            "format": _FORMAT,
-            "bound": self.bound,
-            "batches": self.batches,
-            "responses": self.responses,
-            "ends": self._history.ends.tolist(),
-            "tokens": self._history.tokens.tolist(),
-        }
-
-    @classmethod
-    def from_json(cls, data: Any, bound: int | None = None) -> LengthModel:
-        """The model that `to_json` described, for responses up to `bound` (default: the same).
-
-        Raises:
-            ValueError: it is not such a description.
-        """
-        try:
-            learnt = _Learnt.model_validate(data)
-        except ValidationError as error:
-            raise ValueError(first_problem(error)) from error
-        ends, tokens = np.array(learnt.ends, np.float64), np.array(learnt.tokens, np.float64)
-        if len(ends) != len(tokens) or (ends > tokens).any():
-            raise ValueError("ends: more responses ended than there are tokens")
-        model = cls(learnt.bound if bound is None else bound)
-        model.batches, model.responses = learnt.batches, learnt.responses
-        # A shorter grid is continued by this one.
-        model._history = Pool(*(np.pad(one, (0, BINS - len(one))) for one in (ends, tokens)))
-        return model

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -67,9 +66,10 @@ def test_responses_are_pooled_one_by_one_or_at_once(
     with patch("pat_vllm.predictor.lengths._AT_ONCE", at_once):
         for length, end in responses:
             model.finished(length, end)
+            assert len(model._stopped) < at_once, "memory is bounded"
     model.end_of_batch()
-    np.testing.assert_array_equal(pool.tokens, model.to_json()["tokens"])
-    np.testing.assert_array_equal(pool.ends, model.to_json()["ends"])
+    np.testing.assert_array_equal(pool.tokens, model.history.tokens)
+    np.testing.assert_array_equal(pool.ends, model.history.ends)
     assert pool.tokens.sum() == lengths.sum()
     assert (pool.ends <= pool.tokens).all()
 
@@ -222,23 +222,3 @@ def test_a_response_longer_than_the_bound_counts() -> None:
     model.finished(5000, True)
     assert model.sample(running([6000], 50000), 4).max() <= 44000
     assert survival_of(model, 50) == pytest.approx(before, abs=0.05)
-    model.end_of_batch()
-    assert survival_of(LengthModel.from_json(model.to_json()), 50) == survival_of(model, 50)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("ends", [-1.0]), ("ends", [float("nan")]), ("tokens", []), ("batches", -1), ("bound", 0)],
-)
-def test_history_out_of_range_is_refused(name: str, value: object) -> None:
-    with pytest.raises(ValueError):
-        LengthModel.from_json({**LengthModel(100).to_json(), name: value})
-
-
-def test_memory_does_not_grow_with_responses() -> None:
-    model, sizes = LengthModel(16384), []
-    for index in range(5_000):
-        model.finished(1 + index % 5000, True)
-        if index % 2_000 == 0:
-            sizes.append(len(pickle.dumps(model)))
-    assert max(sizes) < 1.01 * min(sizes)
