@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
 import numpy as np
@@ -33,20 +33,6 @@ _LEAST_EXCHANGE = 1 << 20
 
 
 @dataclass(frozen=True)
-class CarryRates:
-    """What carrying KV takes per token, as an engine measures at its start.
-
-    Attributes:
-        migrate: seconds to move a token's KV, by all ranks together.
-        recompute: seconds to prefill a token again in one replica while all of them prefill, by
-            layout.
-    """
-
-    migrate: float = 0.0
-    recompute: Mapping[Layout, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class _Linear:
     """Seconds of a switch between two layouts, linear in the requests and their tokens."""
 
@@ -61,10 +47,9 @@ class _Linear:
 class CostModel:
     """Seconds that a switch takes away from generation, and the cheaper way to carry each request.
 
-    A switch drains, plans, reshards, hands over, and carries the requests' KV. All of that is
-    linear in the requests and their tokens, for each pair of layouts. A profile's switches give the
-    coefficients. Without a profile only the KV is known, from the rates measured at start. Past
-    switches of the engine correct either by a factor per pair.
+    All that a switch does is linear in the requests and their tokens, for each pair of layouts. A
+    profile's switches give the coefficients. Without a profile only the KV is known, from the rates
+    measured at start. Past switches of the engine correct either by a factor per pair.
 
     KV is carried by migrating it, or by recomputing it in the target layout, where replicas work
     side by side as far as there is a request for each. Recomputing is linear in the tokens,
@@ -79,35 +64,29 @@ class CostModel:
     def __init__(
         self,
         mode: Literal["auto", "migrate", "recompute"] = "auto",
-        rates: CarryRates | None = None,
+        migrate: float = 0.0,
+        recompute: Mapping[Layout, float] | None = None,
         kinds: Kinds = (),
     ) -> None:
-        """A model that knows no switch yet. Without `rates` all KV is migrated, at no cost.
+        """A model that knows no switch yet, but the rates that an engine measures at its start.
 
         Args:
+            migrate: seconds to move a token's KV, by all ranks together.
+            recompute: seconds to prefill a token again in one replica while all of them prefill, by
+                layout; where it is not known, KV is migrated.
             kinds: of state; without any, all of a token's moves.
         """
-        rates = rates or CarryRates()
         self.mode = mode
         self._kinds = kinds
         self._shares = np.array([carried_tokens(kinds, int(n)) / int(n) for n in _CONTEXTS])
         self._most_moves = float(self._shares.max())
-        self._recompute = dict(rates.recompute)
+        self._recompute = dict(recompute or {})
         self._by_pair: dict[tuple[Layout, Layout], _Linear] = {}
-        self._other_pairs = _Linear(0.0, 0.0, rates.migrate)
+        self._other_pairs = _Linear(0.0, 0.0, migrate)
         self._log_correction: dict[tuple[Layout, Layout], float] = {}
 
-    @classmethod
-    def of(
-        cls, profile: Profile, mode: Literal["auto", "migrate", "recompute"] = "auto"
-    ) -> CostModel:
-        """The model of a profile's engine."""
-        model = cls(mode)
-        model.fit(profile)
-        return model
-
-    def fit(self, profile: Profile) -> None:
-        """Take what a profile says in place of the rates measured at start.
+    def fit(self, profile: Profile) -> CostModel:
+        """Take what a profile says in place of the rates measured at start. Returns this model.
 
         A pair of layouts without any switch takes the most expensive coefficients of the others.
         """
@@ -127,6 +106,7 @@ class CostModel:
                 per_token = step.seconds / step.prefill
                 measured[step.layout] = min(per_token, measured.get(step.layout, math.inf))
         self._recompute.update(measured)
+        return self
 
     def seconds(self, source: Layout, target: Layout, num_seqs: Number, tokens: Number) -> Number:
         """The stall of a switch with `num_seqs` requests of `tokens` tokens of context together."""
