@@ -68,7 +68,7 @@ def _never(steps: Sequence[StepSample], _: float) -> dict[Layout, StepFit]:
 
 PARTS: Mapping[str, Callable[[], AbstractContextManager[Any]]] = {
     "online correction": lambda: patch(
-        f"{_HERE}.step_time.StepTimeModel.observe", lambda *arguments: None
+        f"{_HERE}.correction.OnlineCorrection.observe", lambda *_: 1.0
     ),
     "probes": lambda: patch(f"{_HERE}.probing.Prober.find", lambda *_: None),
     "likely prior": lambda: patch(f"{_HERE}.lengths.Prior.given", _unseen),

@@ -81,13 +81,15 @@ class Stretch:
 
 
 class Savings:
-    """Adds up stretches; a record for each batch. One thread writes, `since` is for all."""
+    """Adds up stretches; a record for each batch. One thread writes, all may read `records`.
+
+    It is told of the same events as a `Policy`.
+    """
 
     def __init__(self, planner: Planner) -> None:
-        """For the batches that `planner` plans."""
         self._planner = planner
         self._base = planner.layouts[0]
-        self._records: Records[BatchSavings] = Records(MAX_BATCHES)
+        self.records: Records[BatchSavings] = Records(MAX_BATCHES)
         self._ended_tokens = 0
         self._start()
 
@@ -95,7 +97,7 @@ class Savings:
         self._predicted = _NOTHING
         self._most = 0
         self._open: Look | None = None
-        self._layout: Layout | None = None
+        self._layout = self._base
         self._stretches: list[Stretch] = []
         self._lengths: list[int] = []
         self._prescribed: list[int] = []
@@ -108,10 +110,7 @@ class Savings:
         self._arrivals = 0
         self._uncounted = False
 
-    # What happens
-
     def arrived(self) -> None:
-        """A request arrived."""
         self._arrivals += 1
 
     def finished(self, num_output_tokens: int) -> None:
@@ -124,11 +123,9 @@ class Savings:
         self._drafts |= length > 0
 
     def interrupted(self) -> None:
-        """Time passes in which no layout generates."""
         self._uncounted = True
 
     def switched(self, report: SwitchReport) -> None:
-        """The engine has switched."""
         self._layout = report.target
         self._stall += report.seconds - report.quiesce
         # A layout that was asked for holds, and nobody looks until the batch has ended.
@@ -138,18 +135,12 @@ class Savings:
         self,
         state: LiveState,
         live: LiveRequests,
-        prompts: int,
         remaining: Ints,
         outlook: Outlook,
         plan: Plan,
     ) -> None:
-        """A plan was made.
-
-        Args:
-            prompts, remaining: for what is ahead of the requests: as in `Planner.outlook` and
-                `course`.
-            outlook, plan: what was expected and planned.
-        """
+        """A plan was made; `remaining` as in `course`."""
+        prompts = live.uncomputed
         # Nobody tells of the end of a response whose length was prescribed. What such responses
         # have left to generate tells as much.
         tokens = live.num_output_tokens.sum() - live.max_tokens[live.exact].sum()
@@ -170,14 +161,14 @@ class Savings:
                 plain = self._planner.outlook(course(live, remaining), prompts=prompts)
             fixed, undrafted = plain.plan(self._base), plain.plan(state.layout)
             shortest = [min((one.stay, *one.go.values())) for one in (undrafted, plan)]
-            prescribed = live.max_tokens[live.exact].tolist()
-            self.predicted(BatchTimes(fixed.never, *shortest), prescribed)
+            self._predicted = BatchTimes(fixed.never, *shortest)
+            self._prescribed = live.max_tokens[live.exact].tolist()
 
     def look(self, now: Look) -> bool:
         """What a policy sees; ends a stretch and begins one.
 
         Returns:
-            Whether the batch has more requests than ever: time to call `predicted`.
+            Whether the batch has more requests than ever.
         """
         self._close(now)
         self._open, self._layout = now, now.layout
@@ -187,10 +178,6 @@ class Savings:
         more = now.num_seqs > self._most
         self._most = max(self._most, now.num_seqs)
         return more
-
-    def predicted(self, times: BatchTimes, prescribed: Sequence[int] = ()) -> None:
-        """What is expected of the batch, and the prescribed lengths of responses of it."""
-        self._predicted, self._prescribed = times, list(prescribed)
 
     def idle(self, at: float) -> None:
         """The batch ended at this time."""
@@ -209,20 +196,13 @@ class Savings:
                 others = [s for s in self._stretches if not s.counts]
                 self._stretches = others + in_step(counted, lengths)
             self._fold()
-            self._records.append(BatchSavings(at, self._base, self._predicted, self._times))
+            self.records.append(BatchSavings(at, self._base, self._predicted, self._times))
         self._start()
-
-    def since(self, at: float = -math.inf) -> tuple[BatchSavings, ...]:
-        """The batches that ended at this time or later, oldest first."""
-        return self._records.since(at)
-
-    # The arithmetic
 
     def _close(self, now: Look) -> None:
         """The open stretch ends."""
         begin = self._open
         if begin is not None:
-            assert self._layout is not None
             made = now.tokens - begin.tokens
             live = 0.5 * (begin.num_seqs + max(1, now.num_seqs))
             tokens = made / live

@@ -20,14 +20,11 @@ from pat_vllm.profiling.profile import StepSample
 KNEES = (64, 256, 1024)
 """Tokens from which computing may cost more per token: where a step that was bound by reading the
 weights becomes bound by arithmetic. Which of them matter, if any, the fit finds out."""
-
 _FLOOR = 0.05
 """Least constant, as a share of the fastest sample: no step is free."""
-
 _RIDGE = 0.03
 """Pull of every term but the constant towards 0, in shares of a step: decides only where the
 samples do not, so that a single sample makes a constant."""
-
 _WEAK_RIDGE = 2 * _RIDGE
 """The same for terms that samples of equal contexts can hardly tell from plainer ones."""
 

@@ -47,14 +47,6 @@ def test_drafts_are_told_from_the_machine(plain: float, dearer: float) -> None:
         assert drafted == pytest.approx(0.65 + 0.35 * dearer, rel=0.1)
 
 
-def test_many_steps_at_once_are_as_one() -> None:
-    correction = OnlineCorrection([ONE])
-    learn(correction, 50, 2.0, 2.0, lambda: 0.3)
-    batches, shares = np.array([1.0, 7.0, 64.0]), np.array([0.0, 0.3, 0.6])
-    each = [correction.factor(ONE, *some) for some in zip(batches, shares, strict=True)]
-    assert correction.factors(ONE, batches, shares) == pytest.approx(each)
-
-
 def test_a_machine_that_slows_down_while_all_steps_have_drafts() -> None:
     correction = OnlineCorrection([ONE])
     shares = iter(np.random.default_rng(0).uniform(0.2, 0.5, 400).tolist())
@@ -62,6 +54,8 @@ def test_a_machine_that_slows_down_while_all_steps_have_drafts() -> None:
     learn(correction, 200, 1.0, 1.0, lambda: next(shares))
     learn(correction, 200, 2.0, 1.0, lambda: next(shares))
     assert correction.factor(ONE, BATCH) == pytest.approx(2.0, rel=0.15)
+    before = float(correction.factor(ONE, 7, 0.3))
+    assert correction.observe(ONE, 7, 1.0, 0.3) == pytest.approx(before)
 
 
 def test_steps_without_drafts_tell_nothing_of_them() -> None:
