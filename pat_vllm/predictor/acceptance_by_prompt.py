@@ -25,7 +25,6 @@ class AcceptanceByPrompt:
     """
 
     def __init__(self, of_new: Acceptance) -> None:
-        """Where nothing has been learnt of repeated prompts."""
         self.of_new = of_new
         self.of_repeated = Acceptance(of_new.lengths.tolist())
         self._arrived = [0, 0]
@@ -33,7 +32,6 @@ class AcceptanceByPrompt:
         self._share = 0.0
 
     def arrived(self, repeated: bool) -> None:
-        """A request has arrived."""
         self._arrived[repeated] += 1
         if not any(self._decoded):
             self._share = self._arrived[1] / sum(self._arrived)
@@ -67,7 +65,6 @@ class AcceptanceByPrompt:
         model.observe(length, requests, accepted, drafted)
 
     def weights_changed(self) -> None:
-        """What was observed with other weights counts for little from now on."""
         self.of_new.weights_changed()
         self.of_repeated.weights_changed()
 
@@ -87,7 +84,6 @@ class AcceptanceByPrompt:
 
     @property
     def used(self) -> int:
-        """Index of the draft length that was observed last."""
         return (self.of_repeated if self._share > 0.5 else self.of_new).used
 
     def per_step(self, length: int) -> float:

@@ -30,7 +30,6 @@ from pat_vllm.speculation import Schedule
 
 _PREFILL_CHUNK = 512
 """Prompt tokens that a step is taken to compute where many wait."""
-
 StepSeconds = Callable[..., Floats]
 """Seconds of steps, by what `StepTimeModel.seconds` takes."""
 SwitchSeconds = Callable[[Layout, Layout, Floats, Floats], Floats]
@@ -135,7 +134,12 @@ class _Pace:
 
 
 class Planner:
-    """Finds the cheapest path of layouts and draft lengths."""
+    """Finds the cheapest path of layouts and draft lengths.
+
+    Args:
+        max_num_seqs: requests that a replica runs at once, by tp.
+        kv_tokens: tokens whose KV a replica's memory holds, by tp.
+    """
 
     def __init__(
         self,
@@ -146,12 +150,6 @@ class Planner:
         max_num_seqs: Mapping[int, int],
         kv_tokens: Mapping[int, int],
     ) -> None:
-        """Plan for an engine.
-
-        Args:
-            max_num_seqs: requests that a replica runs at once, by tp.
-            kv_tokens: tokens whose KV a replica's memory holds, by tp.
-        """
         self.layouts = tuple(layouts)
         self._step = step
         self._switch = switch
@@ -163,9 +161,7 @@ class Planner:
         return self._pace(layout, course, drafting).token
 
     def _pace(self, layout: Layout, course: Course, drafting: Drafting) -> _Pace:
-        """How fast a layout is.
-
-        Requests are taken to be spread evenly now; what a replica cannot hold at once waits, so
+        """Requests are taken to be spread evenly now; what a replica cannot hold at once waits, so
         that a token of each takes longer than a step. If it waits for KV, requests are preempted.
         """
         busy = np.minimum(layout.replicas, np.ceil(course.live))

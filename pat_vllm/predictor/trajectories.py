@@ -86,7 +86,6 @@ class Trajectories:
         return bool(self._gaps)
 
     def arrived(self, now: float, turn: Turn, num_prompt_tokens: int) -> None:
-        """A request has arrived."""
         if not turn.index:
             self._close()
             return
