@@ -28,7 +28,8 @@ from benchmarks.simulated.kernel_truth import KernelTruth
 from benchmarks.simulated.processes import Processes
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.adaptive import AdaptivePolicy
-from pat_vllm.predictor.lengths import Pool, Prior
+from pat_vllm.predictor.lengths import Prior
+from pat_vllm.predictor.state import Floats
 from pat_vllm.predictor.step_residual import StepFit, by_layout, learnable
 from pat_vllm.profiling.profile import Profile, StepSample, StepShape
 from pat_vllm.simulator import shapes
@@ -51,9 +52,9 @@ whole one loses more, that."""
 _HERE = "pat_vllm.predictor"
 
 
-def _unseen(prior: Prior, pool: Pool) -> Pool:
+def _unseen(prior: Prior, pool: Floats) -> Floats:
     """The prior as it is before anything was seen."""
-    return Pool(prior._unseen @ prior._ends, prior._unseen @ prior._tokens)
+    return np.array([prior._unseen @ prior._ends, prior._unseen @ prior._tokens])
 
 
 def _always(steps: Sequence[StepSample], _: float) -> dict[Layout, StepFit]:

@@ -17,7 +17,7 @@ from pat_vllm.files.aside import set_aside
 from pat_vllm.files.reading import FileError, first_problem, name_of, read_json, shown
 from pat_vllm.files.writing import write_whole
 from pat_vllm.predictor.acceptance import Acceptance
-from pat_vllm.predictor.lengths import BINS, LengthModel, Pool
+from pat_vllm.predictor.lengths import BINS, LengthModel
 
 logger = logging.getLogger(__name__)
 
@@ -115,13 +115,14 @@ def save(path: Path, lengths: LengthModel, acceptance: Acceptance | None = None)
     Raises:
         OSError: it cannot be written.
     """
+    ends, tokens = lengths.history.tolist()
     content: dict[str, Any] = {
         "format": 2,
         "bound": lengths.bound,
         "batches": lengths.batches,
         "responses": lengths.responses,
-        "ends": lengths.history.ends.tolist(),
-        "tokens": lengths.history.tokens.tolist(),
+        "ends": ends,
+        "tokens": tokens,
     }
     if acceptance is not None:
         tried, succeeded = acceptance.tried.tolist(), acceptance.succeeded.tolist()
@@ -157,8 +158,7 @@ def load(
     lengths, acceptance = LengthModel(bound or learnt.bound), Acceptance(draft_lengths)
     lengths.batches, lengths.responses = learnt.batches, learnt.responses
     # A shorter grid is continued by this one.
-    unseen = BINS - len(learnt.ends)
-    lengths.history = Pool(*(np.pad(one, (0, unseen)) for one in (learnt.ends, learnt.tokens)))
+    lengths.history[:, : len(learnt.ends)] = learnt.ends, learnt.tokens
     if (drafts := learnt.acceptance) is not None:
         acceptance.take(np.array(drafts.tried), np.array(drafts.succeeded))
         acceptance.weights_changed()

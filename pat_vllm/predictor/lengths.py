@@ -9,8 +9,6 @@ response that was cut short, or still runs, counts its tokens but no end, so it 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from pat_vllm.predictor.state import Bools, Floats, Ints, LiveRequests
@@ -54,34 +52,20 @@ _SEED = 0
 """Of the sampled futures."""
 
 
-@dataclass(frozen=True)
-class Pool:
-    """What a set of responses says about the hazard, possibly weighted.
+def pool_of(lengths: Ints, ended: Bools) -> Floats:
+    """What responses of these lengths, 0 included, say about the hazard; not `ended` ones are
+    censored. Pools may be added, and weighted.
 
-    Attributes:
-        ends: responses that ended, float64 [BINS].
-        tokens: tokens that responses generated, the last ones included, float64 [BINS].
+    Returns:
+        Responses that ended, and tokens that responses generated, the last ones included, float64
+        [2, BINS].
     """
-
-    ends: Floats
-    tokens: Floats
-
-    @classmethod
-    def of(cls, lengths: Ints, ended: Bools) -> Pool:
-        """Responses of these lengths, 0 included; not `ended` ones are censored."""
-        lengths = np.minimum(lengths, EDGES[-1])
-        at = np.maximum(np.searchsorted(EDGES, lengths) - 1, 0)
-        partial = np.bincount(at, weights=lengths - EDGES[at], minlength=BINS)
-        ends, stops = np.bincount(at[ended], minlength=BINS), np.bincount(at, minlength=BINS)
-        beyond = stops[::-1].cumsum()[::-1] - stops
-        tokens = beyond * np.diff(EDGES) + partial
-        return cls(ends.astype(np.float64), tokens.astype(np.float64))
-
-    def __add__(self, other: Pool) -> Pool:
-        return Pool(self.ends + other.ends, self.tokens + other.tokens)
-
-    def __mul__(self, weight: float) -> Pool:
-        return Pool(self.ends * weight, self.tokens * weight)
+    lengths = np.minimum(lengths, EDGES[-1])
+    at = np.maximum(np.searchsorted(EDGES, lengths) - 1, 0)
+    partial = np.bincount(at, weights=lengths - EDGES[at], minlength=BINS)
+    ends, stops = np.bincount(at[ended], minlength=BINS), np.bincount(at, minlength=BINS)
+    beyond = stops[::-1].cumsum()[::-1] - stops
+    return np.array([ends, beyond * np.diff(EDGES) + partial])
 
 
 class Prior:
@@ -111,17 +95,18 @@ class Prior:
         self._belief = np.repeat(np.log(each), counts) - 0.5 * (octaves / _OCTAVES) ** 2
         self._unseen = np.exp(self._belief) / np.exp(self._belief).sum()
 
-    def given(self, pool: Pool) -> Pool:
-        """The pseudo-responses after `pool` was seen."""
-        log = self._belief + self._log_end @ pool.ends + self._log_stay @ (pool.tokens - pool.ends)
+    def given(self, pool: Floats) -> Floats:
+        """The pseudo-responses after `pool` was seen, as a pool."""
+        ends, tokens = pool
+        log = self._belief + self._log_end @ ends + self._log_stay @ (tokens - ends)
         share = np.exp(log - log.max())
         share = (1 - _DOUBT) * share / share.sum() + _DOUBT * self._unseen
-        return Pool(share @ self._ends, share @ self._tokens)
+        return np.array([share @ self._ends, share @ self._tokens])
 
 
-def cumulative_hazard(pool: Pool) -> Floats:
+def cumulative_hazard(pool: Floats) -> Floats:
     """H = -log S at `EDGES`, float64 [BINS + 1]; linear in between."""
-    per_token = pool.ends / np.maximum(pool.tokens, 1e-300)
+    per_token = pool[0] / np.maximum(pool[1], 1e-300)
     per_token = np.minimum(per_token, 1 - _LOWEST_SURVIVAL)
     return np.append(0.0, np.cumsum(-np.log1p(-per_token) * np.diff(EDGES)))
 
@@ -136,14 +121,14 @@ class LengthModel:
         bound: the longest response, in tokens, that is possible.
         batches: batches learnt from, the current one not included.
         responses: finished responses learnt from.
-        history: what earlier batches say, discounted.
+        history: the pool of earlier batches, discounted.
     """
 
     def __init__(self, bound: int) -> None:
         self.bound = bound
         self.batches = 0
         self.responses = 0
-        self.history = Pool(np.zeros(BINS), np.zeros(BINS))
+        self.history = np.zeros((2, BINS))
         self._prior = Prior(max(1.0, bound * _PRIOR_MEDIAN))
         self._start_batch()
 
@@ -169,7 +154,7 @@ class LengthModel:
     def end_of_batch(self) -> None:
         """No response runs: this batch becomes history."""
         self._pool_stopped()
-        if self._batch.tokens.any():
+        if self._batch.any():
             self.history = self.history * _DISCOUNT + self._batch
             self.batches += 1
         self._start_batch()
@@ -195,7 +180,7 @@ class LengthModel:
         return remaining
 
     def _start_batch(self) -> None:
-        self._batch = Pool(np.zeros(BINS), np.zeros(BINS))
+        self._batch = np.zeros((2, BINS))
         self._stopped: list[tuple[int, bool]] = []  # of the batch, and not pooled yet
         self._running = np.zeros(0, np.int64)
         self._noise = np.zeros((0, 0))
@@ -207,7 +192,7 @@ class LengthModel:
             return
         none = np.zeros(len(self._running), np.bool_)
         self._pool_stopped()
-        pool = self._batch + Pool.of(self._running, none) + self.history
+        pool = self._batch + pool_of(self._running, none) + self.history
         pool = pool + self._prior.given(pool)
         self._hazard = cumulative_hazard(pool)
         self._fresh = True
@@ -215,7 +200,7 @@ class LengthModel:
     def _pool_stopped(self) -> None:
         if self._stopped:
             lengths, complete = (np.array(one) for one in zip(*self._stopped, strict=True))
-            self._batch += Pool.of(lengths, complete)
+            self._batch += pool_of(lengths, complete)
             self._stopped = []
 
     def _draws(self, requests: int, futures: int) -> Floats:

@@ -84,7 +84,7 @@ MUTATIONS = mutations({
     "tests/unit/predictor/test_lengths.py": [
         ("prescribed lengths teach", "predictor.lengths:LengthModel.observe_running", "~live.exact & ", ""),
         ("earlier batches are forgotten", "predictor.lengths:LengthModel._refresh", " + self.history", ""),
-        ("responses that were cut short count as ended", "predictor.lengths:Pool.of", "at[ended]", "at"),
+        ("responses that were cut short count as ended", "predictor.lengths:pool_of", "at[ended]", "at"),
     ],
     "tests/unit/predictor/test_step_base.py": [
         ("verifying drafts takes no time", "predictor.step_base:StepBase.extra", "drafts * (self.drafts + others", "drafts * 0 * (self.drafts + others"),
