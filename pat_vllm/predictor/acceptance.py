@@ -70,8 +70,8 @@ class Acceptance:
 
     Attributes:
         lengths: draft lengths that the engine keeps ready, ascending, int64 [lengths].
-        tried, succeeded: evidence, first of tokens, where a success is one made in a step with a
-            hit, then of drafts by position, float64 [1 + longest].
+        counts: what was tried, and what succeeded: first tokens, where a success is one made in a
+            step with a hit, then drafts by position, float64 [2, 1 + longest].
         version: grows whenever what drafts are expected to give has changed by more than ~3 %
             since it last did: time for a new plan.
     """
@@ -80,12 +80,10 @@ class Acceptance:
         assert lengths and sorted({*lengths}) == list(lengths) and lengths[0] >= 0
         self.lengths = np.array(lengths, np.int64)
         self._longest = int(lengths[-1])
-        self.tried = np.zeros(1 + self._longest)
-        self.succeeded = np.zeros(1 + self._longest)
+        self.counts = np.zeros((2, 1 + self._longest))
         # Hits by position: that could have had a draft there, and that had. Not kept for the next
         # engine; at first each hit is expected to have as many as are asked for.
-        self._could = np.zeros(self._longest)
-        self._had = np.zeros(self._longest)
+        self._of_hits = np.zeros((2, self._longest))
         self._news = 0.0
         self._asked = 0
         self.version = 0
@@ -106,18 +104,16 @@ class Acceptance:
         """
         memory = _MEMORY if length else _MEMORY_WITHOUT
         keep = math.exp(-1 / max(memory, _MEMORY_OF_ONE / max(1, requests)))
-        self._news += (1 - keep) * float(self.tried[0])
-        self.tried *= keep
-        self.succeeded *= keep
-        self._could *= keep
-        self._had *= keep
+        self._news += (1 - keep) * float(self.counts[0, 0])
+        self.counts *= keep
+        self._of_hits *= keep
         if length:
             self._asked = length
             self._news += self._count(length, requests, accepted)
-            self._could[:length] += len(accepted)
+            self._of_hits[0, :length] += len(accepted)
             had = len(accepted) if drafted is None else _at_least(drafted, length)[1:]
-            self._had[:length] += had
-        if self._news > _NEWS * self.tried[0] + _NEWS:
+            self._of_hits[1, :length] += had
+        if self._news > _NEWS * self.counts[0, 0] + _NEWS:
             self._announce()
 
     def _count(self, length: int, requests: int, accepted: Ints) -> float:
@@ -125,20 +121,15 @@ class Acceptance:
         assert length <= self._longest and len(accepted) <= requests
         at_least = _at_least(accepted, length)
         made = int(at_least[1:].sum())
-        self.tried[0] += requests + made
-        self.succeeded[0] += at_least[0] + made
-        self.tried[1 : length + 1] += at_least[:-1]
-        self.succeeded[1 : length + 1] += at_least[1:]
+        self.counts[:, 0] += requests + made, at_least[0] + made
+        self.counts[:, 1 : length + 1] += at_least[:-1], at_least[1:]
         return float(requests + made)
 
     def weights_changed(self) -> None:
         """What was observed with other weights counts for little from now on."""
-        keep = np.minimum(1.0, _KEPT_BY_NEW_WEIGHTS / np.maximum(self.tried, 1e-9))
-        self.tried *= keep
-        self.succeeded *= keep
-        of_hits = np.minimum(1.0, _KEPT_BY_NEW_WEIGHTS / np.maximum(self._could, 1e-9))
-        self._could *= of_hits
-        self._had *= of_hits
+        for counts in (self.counts, self._of_hits):
+            keep = np.minimum(1.0, _KEPT_BY_NEW_WEIGHTS / np.maximum(counts[0], 1e-9))
+            counts *= keep
         self._announce()
 
     def _announce(self) -> None:
@@ -153,7 +144,8 @@ class Acceptance:
         shares = self._mean()
         per_hit = np.append(1.0, shares[1:].cumprod()).cumsum()[self.lengths]
         tokens = 1 / (1 - shares[0] + shares[0] / per_hit)
-        had = (_INDEPENDENT * self._had + _PRIOR) / (_INDEPENDENT * self._could + _PRIOR)
+        could, had = _INDEPENDENT * self._of_hits + _PRIOR
+        had = had / could
         had = np.minimum.accumulate(had)  # a draft that has ended does not go on
         of_hit = np.maximum(np.append(0.0, had.cumsum())[self.lengths], per_hit - 1)
         return Drafting(self.lengths, tokens, shares[0] * tokens / per_hit * of_hit)
@@ -190,16 +182,17 @@ class Acceptance:
 
     def _mean(self) -> Floats:
         """The shares as they are expected to be."""
-        weight = _INDEPENDENT * self.tried + _PRIOR
-        mean = (_INDEPENDENT * self.succeeded + 0.5 * _PRIOR) / weight
+        tried, succeeded = _INDEPENDENT * self.counts
+        weight = tried + _PRIOR
+        mean = (succeeded + 0.5 * _PRIOR) / weight
         for position in range(2, len(mean)):
             mean[position] += (mean[position - 1] - 0.5) * _PRIOR / weight[position]
         return mean
 
-    def take(self, tried: Floats, succeeded: Floats) -> None:
+    def take(self, counts: Floats) -> None:
         """Learn what another model had learnt, perhaps of more or fewer draft lengths."""
-        known = min(len(tried), len(self.tried))
-        self.tried[:known], self.succeeded[:known] = tried[:known], succeeded[:known]
+        known = min(counts.shape[1], self.counts.shape[1])
+        self.counts[:, :known] = counts[:, :known]
         self._announced = self.expected().tokens
 
 

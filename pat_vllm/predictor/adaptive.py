@@ -102,7 +102,6 @@ class AdaptivePolicy(Policy):
         self._acceptance = AcceptanceByPrompt(acceptance) if len(draft_lengths) > 1 else None
         if self._acceptance is not None:
             self.drafts = {layout: ((1, 1, 0),) for layout in layouts}
-        self._drafting = PLAIN
         self._speeds = Speeds()
         self._asked: Counter[int] = Counter()
         self._trajectories = Trajectories()
@@ -326,15 +325,15 @@ class AdaptivePolicy(Policy):
         return length if asked[length] >= _STEADY * asked.total() else 0
 
     def _outlook(self, now: float, live: LiveRequests, remaining: Ints, prompts: int) -> Outlook:
-        tokens, used = None, 0
+        drafting, tokens, used = PLAIN, None, 0
         if self._acceptance is not None:
-            self._drafting = self._acceptance.expected()
+            drafting = self._acceptance.expected()
             if self._speeds.variance:
                 tokens = self._acceptance.tokens_at(self._speeds.sample(live, _FUTURES))
                 used = self._acceptance.used
         ahead = course(live, remaining, tokens, used)
         if self._trajectories.go_on:
-            token = self._planner.token_seconds(self._layout, ahead, self._drafting)
+            token = self._planner.token_seconds(self._layout, ahead, drafting)
 
             def lengths(count: int) -> Ints:
                 fresh = LiveRequests.fresh(np.ones(count, np.int64), self._lengths.bound)
@@ -342,7 +341,7 @@ class AdaptivePolicy(Policy):
 
             futures = self._trajectories.sample(now, live, remaining, lengths, float(token[-1]))
             ahead = course_of_turns(futures)
-        return self._planner.outlook(ahead, prompts=prompts, drafting=self._drafting)
+        return self._planner.outlook(ahead, prompts=prompts, drafting=drafting)
 
     def _open(self, last: LiveRequests) -> None:
         """Be ready for a batch of as many requests as `last`: an idle engine switches to `home`.

@@ -163,12 +163,11 @@ class CostModel:
         linear, _ = self._linear(*pair)
         # What recomputing takes is paid after the switch.
         tokens = report.cached_tokens + (0 if report.recomputed else report.tokens)
+        moving = self._carried(report.num_seqs, float(tokens))
         if self._by_pair:
-            moving = self._carried(report.num_seqs, float(tokens))
             predicted = linear.seconds(report.num_seqs, moving)
             real = report.seconds - report.quiesce
         elif report.kv_bytes >= _LEAST_EXCHANGE:
-            moving = self._carried(report.num_seqs, float(tokens))
             predicted, real = linear.per_token * moving, report.kv
         else:
             return

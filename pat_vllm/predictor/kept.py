@@ -125,7 +125,7 @@ def save(path: Path, lengths: LengthModel, acceptance: Acceptance | None = None)
         "tokens": tokens,
     }
     if acceptance is not None:
-        tried, succeeded = acceptance.tried.tolist(), acceptance.succeeded.tolist()
+        tried, succeeded = acceptance.counts.tolist()
         content["acceptance"] = {"format": 1, "tried": tried, "succeeded": succeeded}
     write_whole(path, json.dumps({_DIGEST: _digest(content), **content}), private=True)
 
@@ -160,7 +160,7 @@ def load(
     # A shorter grid is continued by this one.
     lengths.history[:, : len(learnt.ends)] = learnt.ends, learnt.tokens
     if (drafts := learnt.acceptance) is not None:
-        acceptance.take(np.array(drafts.tried), np.array(drafts.succeeded))
+        acceptance.take(np.array([drafts.tried, drafts.succeeded]))
         acceptance.weights_changed()
     return lengths, acceptance
 

@@ -80,7 +80,7 @@ def values_of(drafting: Drafting) -> list[list[float]]:
 def taken(model: Acceptance, lengths: Sequence[int]) -> Acceptance:
     """A model of these lengths that takes what the other has learnt."""
     other = Acceptance(lengths)
-    other.take(model.tried, model.succeeded)
+    other.take(model.counts)
     return other
 
 
