@@ -19,8 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from pat_vllm.layout import Layout
-from pat_vllm.predictor.acceptance import PLAIN
-from pat_vllm.predictor.acceptance_by_prompt import AcceptanceByPrompt
+from pat_vllm.predictor.acceptance import PLAIN, AcceptanceByPrompt
 from pat_vllm.predictor.cost import CostModel
 from pat_vllm.predictor.course import course
 from pat_vllm.predictor.decisions import Decisions

@@ -145,28 +145,24 @@ class Profiler:
         sizes: list[tuple[int, int]] = []
         counted = dict.fromkeys(streams, 0)
         finished_at: dict[int, float] = {}
-        in_flight = dict.fromkeys(streams, 0)
         started = time.perf_counter()
         enough = False
         while True:
             ready = {
                 replica: stream.next()
                 for replica, stream in streams.items()
-                if not enough and in_flight[replica] < self._depth
+                if not enough and len(stream.in_flight) < self._depth
             }
-            for replica in ready:
-                in_flight[replica] += 1
-            if not any(in_flight.values()):
+            if not any(stream.in_flight for stream in streams.values()):
                 break
             self._executor.execute_model(PATSchedulerOutput.of(ready, in_flight=True))
             pending = self._executor.sample_tokens(None, non_block=True)
-            if ready and max(in_flight[replica] for replica in ready) < self._depth:
+            if ready and max(len(streams[one].in_flight) for one in ready) < self._depth:
                 continue  # as vLLM's loop fills its queue before it waits
             results = pending.result()
             now = time.perf_counter()
             for result in results:
                 replica = result.replica
-                in_flight[replica] -= 1
                 before = finished_at.get(replica)
                 finished_at[replica] = now
                 steps = streams[replica].finished(result.output)

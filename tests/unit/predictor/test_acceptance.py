@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pat_vllm.predictor.acceptance import PLAIN, Acceptance, Drafting
-from pat_vllm.predictor.acceptance_by_prompt import AcceptanceByPrompt
+from pat_vllm.predictor.acceptance import PLAIN, Acceptance, AcceptanceByPrompt, Drafting
 from pat_vllm.predictor.state import Bools, Ints
 
 LENGTHS = (0, 1, 2, 4, 7)
