@@ -8,8 +8,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -32,16 +31,12 @@ _LEAST_EXCHANGE = 1 << 20
 """Bytes of KV below which an exchange says more about its latency than about its bandwidth."""
 
 
-@dataclass(frozen=True)
-class _Linear:
+class _Linear(NamedTuple):
     """Seconds of a switch between two layouts, linear in the requests and their tokens."""
 
     fixed: float
     per_request: float
     per_token: float
-
-    def seconds(self, num_seqs: Number, tokens: Number) -> Number:
-        return self.fixed + self.per_request * num_seqs + self.per_token * tokens
 
 
 class CostModel:
@@ -95,11 +90,7 @@ class CostModel:
             by_pair[sample.source, sample.target].append(sample)
         self._by_pair = {pair: self._fit(samples) for pair, samples in by_pair.items()}
         if known := self._by_pair.values():
-            self._other_pairs = _Linear(
-                max(one.fixed for one in known),
-                max(one.per_request for one in known),
-                max(one.per_token for one in known),
-            )
+            self._other_pairs = _Linear(*map(max, zip(*known, strict=True)))
         measured: dict[Layout, float] = {}
         for step in profile.steps:
             if not step.batch and step.prefill and step.busy == step.layout.replicas:
@@ -165,7 +156,8 @@ class CostModel:
         tokens = report.cached_tokens + (0 if report.recomputed else report.tokens)
         moving = self._carried(report.num_seqs, float(tokens))
         if self._by_pair:
-            predicted = linear.seconds(report.num_seqs, moving)
+            predicted = linear.fixed + linear.per_request * report.num_seqs
+            predicted += linear.per_token * moving
             real = report.seconds - report.quiesce
         elif report.kv_bytes >= _LEAST_EXCHANGE:
             predicted, real = linear.per_token * moving, report.kv
@@ -199,8 +191,7 @@ class CostModel:
         # Columns differ by orders of magnitude.
         scale = np.maximum(features.max(axis=0), 1.0)
         coefficients, _ = nnls(features / seconds[:, None] / scale, np.ones(len(samples)))
-        fixed, per_request, per_token = coefficients / scale
-        return _Linear(float(fixed), float(per_request), float(per_token))
+        return _Linear(*(coefficients / scale).tolist())
 
     def _mode_of(self, source: Layout, target: Layout) -> Literal["auto", "migrate", "recompute"]:
         """Between layouts that share KV all of it stays where it is."""
@@ -210,7 +201,7 @@ class CostModel:
         """The coefficients of a pair, and the factor that corrects them."""
         linear = self._by_pair.get((source, target), self._other_pairs)
         if source.shares_kv(target):
-            linear = replace(linear, per_token=0.0)
+            linear = linear._replace(per_token=0.0)
         return linear, math.exp(self._log_correction.get((source, target), 0.0))
 
     def _per_token(self, source: Layout, target: Layout) -> tuple[float, float]:
