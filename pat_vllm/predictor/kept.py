@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from pat_vllm.files.aside import set_aside
 from pat_vllm.files.reading import FileError, first_problem, name_of, read_json, shown
 from pat_vllm.files.writing import write_whole
+from pat_vllm.policy_config import StrictModel
 from pat_vllm.predictor.acceptance import Acceptance
 from pat_vllm.predictor.lengths import BINS, LengthModel
 
@@ -32,11 +33,7 @@ _DIGEST = "digest"
 _Count = Annotated[float, Field(ge=0, le=_MOST)]
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-
-class _Drafts(_Part):
+class _Drafts(StrictModel, strict=True):
     """What an `Acceptance` had learnt."""
 
     format: Literal[1]
@@ -50,7 +47,7 @@ class _Drafts(_Part):
         return self
 
 
-class _Learnt(_Part):
+class _Learnt(StrictModel, strict=True):
     """What a file says beside its digest: what a `LengthModel` had learnt, and of drafts."""
 
     format: Literal[2]
