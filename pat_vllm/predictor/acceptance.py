@@ -111,22 +111,18 @@ class Acceptance:
         self.counts *= keep
         self._of_hits *= keep
         if length:
+            assert length <= self._longest and len(accepted) <= requests
             self._asked = length
-            self._news += self._count(length, requests, accepted)
+            at_least = _at_least(accepted, length)
+            made = int(at_least[1:].sum())
+            self.counts[:, 0] += requests + made, at_least[0] + made
+            self.counts[:, 1 : length + 1] += at_least[:-1], at_least[1:]
+            self._news += float(requests + made)
             self._of_hits[0, :length] += len(accepted)
             had = len(accepted) if drafted is None else _at_least(drafted, length)[1:]
             self._of_hits[1, :length] += had
         if self._news > _NEWS * self.counts[0, 0] + _NEWS:
             self._announce()
-
-    def _count(self, length: int, requests: int, accepted: Ints) -> float:
-        """Add a step's counts; returns its tokens."""
-        assert length <= self._longest and len(accepted) <= requests
-        at_least = _at_least(accepted, length)
-        made = int(at_least[1:].sum())
-        self.counts[:, 0] += requests + made, at_least[0] + made
-        self.counts[:, 1 : length + 1] += at_least[:-1], at_least[1:]
-        return float(requests + made)
 
     def weights_changed(self) -> None:
         """What was observed with other weights counts for little from now on."""

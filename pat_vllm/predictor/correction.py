@@ -114,7 +114,11 @@ class OnlineCorrection:
         else:
             streak[layout] = 0
         if abs(streak[layout]) >= _STREAK:
-            self._reopen(at, weights)
+            # Part of what was learnt is forgotten, most of the machine: a model's errors do not
+            # change. At most as uncertain as one step is noisy: the next then counts for half.
+            known = self._variance(at, weights)
+            more = min((_REOPEN - 1) * known, max(0.0, spread * spread - known))
+            covariance[at, at] += _FADES[: len(at)] * more
         else:
             # More is believed of a layout that is hardly known, but not its very first step.
             doubt = self._variance(at[1:], weights[1:]) if layout in self._seen else 0.0
@@ -145,10 +149,3 @@ class OnlineCorrection:
             self.version += 1
             self._announced = values.copy()
         return exp(min(max(expected, -LIMIT), LIMIT))
-
-    def _reopen(self, at: list[int], weights: Floats) -> None:
-        """Forget part of what was learnt, most of the machine: a model's errors do not change."""
-        known = self._variance(at, weights)
-        # At most as uncertain as one step is noisy: the next step then counts for half.
-        more = min((_REOPEN - 1) * known, max(0.0, self._spread * self._spread - known))
-        self._covariance[at, at] += _FADES[: len(at)] * more

@@ -11,8 +11,8 @@ MUTATIONS = mutations({
         ("evidence of drafts never fades", "predictor.acceptance:Acceptance.observe", "keep = math.exp(-1 / max(memory, _MEMORY_OF_ONE / max(1, requests)))", "keep = 1.0"),
         ("acceptance of old weights counts on", "predictor.acceptance:Acceptance.weights_changed", "keep = ", "keep = 1.0 + 0 * "),
         ("drafts cost as many as are asked for", "predictor.acceptance:Acceptance.observe", "len(accepted) if drafted is None else _at_least(drafted, length)[1:]", "len(accepted)"),
-        ("accepted tokens are no hits", "predictor.acceptance:Acceptance._count", "at_least[0] + made", "at_least[0]"),
-        ("a draft counts as tried though one before it failed", "predictor.acceptance:Acceptance._count", "+= at_least[:-1], at_least[1:]", "+= at_least[0] + 0 * at_least[1:], at_least[1:]"),
+        ("accepted tokens are no hits", "predictor.acceptance:Acceptance.observe", "at_least[0] + made", "at_least[0]"),
+        ("a draft counts as tried though one before it failed", "predictor.acceptance:Acceptance.observe", "+= at_least[:-1], at_least[1:]", "+= at_least[0] + 0 * at_least[1:], at_least[1:]"),
         ("the share of tokens is taken for that of steps", "predictor.acceptance:Acceptance.expected", "1 / (1 - shares[0] + shares[0] / per_hit)", "1 + shares[0] * (per_hit - 1)"),
     ],
     "tests/unit/predictor/test_kept.py": [
