@@ -298,11 +298,10 @@ class AdaptivePolicy(Policy):
         if self._acceptance is not None:
             self._speeds.observe(live, self._acceptance.per_step(self._length_asked()))
         remaining = self._lengths.sample(live, _FUTURES)
-        outlook = self._outlook(state.now, live, remaining, live.uncomputed)
-        plan = outlook.plan(state.layout)
+        plan = self._outlook(state.now, live, remaining, live.uncomputed).plan(state.layout)
         if self._acceptance is not None:
-            self.drafts = plan.drafts
-        self._savings.planned(state, live, remaining, outlook, plan)
+            self.drafts = plan.outlook.drafts
+        self._savings.planned(state, live, remaining, plan)
         # While nothing finishes, contexts grow and the rest is seen in another light.
         self._review = state.now + 0.1 * plan.stay
         if plan.best != state.layout:
@@ -315,7 +314,7 @@ class AdaptivePolicy(Policy):
             best = min(plan.go, key=plan.go.__getitem__)
             if plan.go[best] < plan.never:
                 self._note(state, plan, best, "later", fired=False)
-        return self._probe(state, outlook, plan)
+        return self._probe(state, plan)
 
     def _length_asked(self) -> int:
         """The draft length of the steps since this was last asked; 0 if they had several."""
@@ -364,13 +363,13 @@ class AdaptivePolicy(Policy):
             seconds[layout] = total - plan.cost[layout] + idle
         self.home = min(seconds, key=seconds.__getitem__)
         if self._acceptance is not None:
-            self.drafts = plan.drafts
+            self.drafts = plan.outlook.drafts
 
-    def _probe(self, state: LiveState, outlook: Outlook, plan: Plan) -> Layout:
+    def _probe(self, state: LiveState, plan: Plan) -> Layout:
         """Try a layout for a few steps if much may be gained and little lost; see `Prober`."""
         seen = {layout: count for layout, (count, _) in self._error.items()}
         worked = self._worked_before + state.now - self._begun
-        probe = self._prober.find(state.num_seqs, outlook, plan, seen, worked)
+        probe = self._prober.find(state.num_seqs, plan, seen, worked)
         if probe is None:
             return state.layout
         layout, hoped = probe
@@ -409,7 +408,7 @@ class AdaptivePolicy(Policy):
                 cost=plan.cost[target],
                 fired=fired,
                 why=why,
-                step_before=plan.step[state.layout],
-                step_after=plan.step[target],
+                step_before=plan.outlook.step[state.layout],
+                step_after=plan.outlook.step[target],
             )
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from pat_vllm.layout import Layout
-from pat_vllm.predictor.planner import Outlook, Plan
+from pat_vllm.predictor.planner import Plan
 
 _STEPS = 4
 _MOST_PROBES = 2
@@ -45,7 +45,6 @@ class Prober:
     def find(
         self,
         num_seqs: int,
-        outlook: Outlook,
         plan: Plan,
         seen: Mapping[Layout, int],
         worked: float,
@@ -53,7 +52,7 @@ class Prober:
         """Begin a probe if much may be gained by one and little lost.
 
         Args:
-            num_seqs: live requests, whose `outlook` led to `plan`.
+            num_seqs: live requests.
             seen: steps that were compared with their prediction, by layout.
             worked: seconds that the engine has worked, of which probes may lose a share.
 
@@ -67,11 +66,11 @@ class Prober:
                 continue
             if seen.get(layout, 0) >= 2 * _STEPS:
                 continue
-            slower = plan.step[layout] - plan.step[plan.layout]
+            slower = plan.outlook.step[layout] - plan.outlook.step[plan.layout]
             price = 2 * cost + _STEPS * max(0.0, slower)
             if price >= _BUDGET * worked - self._spent:
                 continue
-            hoped = outlook.hoped(layout, _FACTOR).plan(plan.layout)
+            hoped = plan.outlook.hoped(layout, _FACTOR).plan(plan.layout)
             gain = hoped.never - hoped.go[layout]
             if hoped.best == layout and gain > _SAVING * hoped.never:
                 self._spent += price

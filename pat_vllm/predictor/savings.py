@@ -18,7 +18,7 @@ import numpy as np
 
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.course import Course, course
-from pat_vllm.predictor.planner import Outlook, Plan, Planner
+from pat_vllm.predictor.planner import Plan, Planner
 from pat_vllm.predictor.state import Ints, LiveRequests, LiveState
 from pat_vllm.reporting import BatchSavings, BatchTimes, Records, SwitchReport
 
@@ -136,7 +136,6 @@ class Savings:
         state: LiveState,
         live: LiveRequests,
         remaining: Ints,
-        outlook: Outlook,
         plan: Plan,
     ) -> None:
         """A plan was made; `remaining` as in `course`."""
@@ -155,8 +154,8 @@ class Savings:
             prompt=math.inf if live.exact.any() else float(live.num_prompt_tokens.mean()),
         )
         if self.look(look):
-            drafted = any(length for table in plan.drafts.values() for *_, length in table)
-            plain = outlook
+            plain, tables = plan.outlook, plan.outlook.drafts.values()
+            drafted = any(length for table in tables for *_, length in table)
             if drafted:
                 plain = self._planner.outlook(course(live, remaining), prompts=prompts)
             fixed, undrafted = plain.plan(self._base), plain.plan(state.layout)

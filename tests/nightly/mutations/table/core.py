@@ -94,8 +94,8 @@ MUTATIONS = mutations({
     ],
     "tests/unit/predictor/test_draft_lengths.py": [
         ("a policy begins with draft lengths", "predictor.adaptive:AdaptivePolicy.__init__", "self.drafts = {layout: ((1, 1, 0),) for layout in layouts}", "pass"),
-        ("draft lengths of a batch's tail hold for the next", "predictor.adaptive:AdaptivePolicy._open", "self.drafts = plan.drafts", "pass"),
-        ("planned draft lengths are not used", "predictor.adaptive:AdaptivePolicy._decide", "self.drafts = plan.drafts", "pass"),
+        ("draft lengths of a batch's tail hold for the next", "predictor.adaptive:AdaptivePolicy._open", "self.drafts = plan.outlook.drafts", "pass"),
+        ("planned draft lengths are not used", "predictor.adaptive:AdaptivePolicy._decide", "self.drafts = plan.outlook.drafts", "pass"),
         ("a plan does not know what is accepted", "predictor.adaptive:AdaptivePolicy._outlook", "drafting = self._acceptance.expected()", "pass"),
     ],
     "tests/vllm/executor/test_lanes.py": [
