@@ -113,9 +113,7 @@ class AdaptivePolicy(Policy):
         self._layout = self.home
         self._largest: LiveRequests | None = None
         self._planned: tuple[Layout, int, tuple[int, int, int]] | None = None
-        self._last_plan = -math.inf
-        self._next_plan = -math.inf
-        self._review = -math.inf
+        self._last_plan = self._next_plan = self._review = -math.inf
         self._next_observation = -math.inf
         self._next_drafts = [-math.inf, -math.inf]
         """By whether there are earlier responses: both are told of the same steps."""

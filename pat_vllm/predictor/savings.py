@@ -8,11 +8,9 @@ of the model of step times.
 
 from __future__ import annotations
 
-import bisect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import numpy as np
 
@@ -131,13 +129,7 @@ class Savings:
         # A layout that was asked for holds, and nobody looks until the batch has ended.
         self._uncounted |= report.reason == "forced"
 
-    def planned(
-        self,
-        state: LiveState,
-        live: LiveRequests,
-        remaining: Ints,
-        plan: Plan,
-    ) -> None:
+    def planned(self, state: LiveState, live: LiveRequests, remaining: Ints, plan: Plan) -> None:
         """A plan was made; `remaining` as in `course`."""
         prompts = live.uncomputed
         # Nobody tells of the end of a response whose length was prescribed. What such responses
@@ -252,16 +244,15 @@ def in_step(stretches: Sequence[Stretch], lengths: Sequence[int]) -> list[Stretc
     With drafts they do not, and those that are left at the end are not the longest. Without, there
     are m live from where the next longer of `lengths` has ended until the m-th longest ends.
     """
-    made: dict[float, float] = {}
-    for one in stretches:
-        made[one.live] = made.get(one.live, 0.0) + one.tokens
-    lives = sorted(made)
-    needed = dict.fromkeys(lives, 0.0)
-    ordered = sorted(lengths, reverse=True)
-    for live, (longer, shorter) in enumerate(pairwise([*ordered, 0]), 1):
-        if lives and longer > shorter:
-            after = bisect.bisect_left(lives, live)
-            needed[min(lives[max(0, after - 1) : after + 1], key=lambda m: abs(m - live))] += (
-                longer - shorter
-            )
-    return [replace(s, tokens=s.tokens * needed[s.live] / made[s.live]) for s in stretches]
+    if not stretches:
+        return []
+    tokens = np.array([s.tokens for s in stretches], np.float64)
+    lives, place = np.unique([s.live for s in stretches], return_inverse=True)
+    ends = np.append(np.sort(lengths)[::-1], 0)
+    live = np.arange(1, len(ends))
+    above = np.minimum(lives.searchsorted(live), len(lives) - 1)
+    below = np.maximum(above - 1, 0)
+    nearest = np.where(live - lives[below] <= lives[above] - live, below, above)
+    needed = np.bincount(nearest, weights=ends[:-1] - ends[1:], minlength=len(lives))
+    tokens = tokens * needed[place] / np.bincount(place, weights=tokens)[place]
+    return [replace(s, tokens=one) for s, one in zip(stretches, tokens.tolist(), strict=True)]
