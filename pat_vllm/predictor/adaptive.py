@@ -8,7 +8,6 @@ enough to switch.
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections import Counter
@@ -34,8 +33,6 @@ from pat_vllm.predictor.step_time import StepTimeModel
 from pat_vllm.predictor.trajectories import Trajectories, course_of_turns
 from pat_vllm.profiling.profile import Profile, StepShape
 from pat_vllm.reporting import DecisionReport, PredictorReport, SwitchReport
-
-logger = logging.getLogger(__name__)
 
 _TRUSTED_STEPS = 4
 """Steps in the first layout that are compared with the profile before it may lead to a switch."""
@@ -384,17 +381,6 @@ class AdaptivePolicy(Policy):
     def _note(self, state: LiveState, plan: Plan, target: Layout, why: str, fired: bool) -> None:
         if fired:
             self._probed = target if why == "probe" else None
-            logger.info(
-                "PAT decides for %s -> %s (%s) with %d live requests: %.2f s to the end as it is, "
-                "%.2f s with the switch, which costs %.3f s",
-                state.layout,
-                target,
-                why,
-                state.num_seqs,
-                plan.never,
-                plan.go[target],
-                plan.cost[target],
-            )
         self._decisions.add(
             DecisionReport(
                 at=state.now,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import statistics
 from collections import deque
 from dataclasses import replace
 from typing import Any
 
 from pat_vllm.reporting import DecisionReport, Records, SwitchReport
+
+logger = logging.getLogger(__name__)
 
 MAX_DECISIONS = 2_000
 _STEPS = 16
@@ -25,9 +28,7 @@ class Decisions:
     def __init__(self) -> None:
         self.records: Records[DecisionReport] = Records(MAX_DECISIONS)
         self._before: deque[float] = deque(maxlen=_STEPS)
-        self._after: list[float] | None = (
-            None  # steps of the last fired one, until there are enough
-        )
+        self._after: list[float] | None = None  # of the last one that fired, until there are enough
         self._since_fired = 0  # records from the last fired one on
 
     def add(self, decision: DecisionReport) -> None:
@@ -37,6 +38,17 @@ class Decisions:
             before = statistics.median(self._before) if self._before else None
             decision = replace(decision, real_before=before)
             self._since_fired, self._after = 0, []
+            logger.info(
+                "PAT decides for %s -> %s (%s) with %d live requests: %.2f s to the end as it is, "
+                "%.2f s with the switch, which costs %.3f s",
+                decision.layout,
+                decision.target,
+                decision.why,
+                decision.num_seqs,
+                decision.stay,
+                decision.go,
+                decision.cost,
+            )
         elif last is not None and decision.at - last.at < _REPEAT_SECONDS:
             now = (decision.layout, decision.target, decision.why)
             if now == (last.layout, last.target, last.why):
