@@ -144,8 +144,7 @@ class Acceptance:
         per_hit = np.append(1.0, shares[1:].cumprod()).cumsum()[self.lengths]
         tokens = 1 / (1 - shares[0] + shares[0] / per_hit)
         could, had = _INDEPENDENT * self._of_hits + _PRIOR
-        had = had / could
-        had = np.minimum.accumulate(had)  # a draft that has ended does not go on
+        had = np.minimum.accumulate(had / could)  # a draft that has ended does not go on
         of_hit = np.maximum(np.append(0.0, had.cumsum())[self.lengths], per_hit - 1)
         return Drafting(self.lengths, tokens, shares[0] * tokens / per_hit * of_hit)
 

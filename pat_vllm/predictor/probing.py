@@ -43,11 +43,7 @@ class Prober:
         self._steps_left = 0
 
     def find(
-        self,
-        num_seqs: int,
-        plan: Plan,
-        seen: Mapping[Layout, int],
-        worked: float,
+        self, num_seqs: int, plan: Plan, seen: Mapping[Layout, int], worked: float
     ) -> tuple[Layout, Plan] | None:
         """Begin a probe if much may be gained by one and little lost.
 
