@@ -19,57 +19,34 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from pat_vllm.files.reading import first_problem
 from pat_vllm.predictor.state import Floats, Ints
 
 _MEMORY = 300.0
 """Steps of replicas with drafts after which an observation has faded (to 1/e), and more where they
 are of few requests:"""
-
 _MEMORY_OF_ONE = 4000.0
 """so many steps of one request."""
-
 _MEMORY_WITHOUT = 1000.0
 """Steps of replicas without drafts, likewise: after so many, drafts are tried again."""
-
 _INDEPENDENT = 0.25
 """Observations that one counts as: what repeats itself goes on doing so, step after step."""
-
 _PRIOR = 2.0
 """Observations that stand for what is not known yet. Half of them are successes, at a position
 after the first as many as at the one before."""
-
 _KEPT_BY_NEW_WEIGHTS = 8.0
 """Observations that remain, at most, of all that were made with other weights."""
-
 _NEWS = 0.1
 """Share of what is known that has to be new before it is checked whether anything has changed."""
-
 _VERSION_STEP = 0.03
 """Relative change of the tokens per step from which on they count as others."""
-
+_KEEP = 0.98
+"""Of the requests that were counted, by whether they have earlier responses, after those of each
+further step."""
 _SKILLS = np.geomspace(8.0, 0.125, 33)
 """Exponents of the acceptance of a request that is unlike the mean, the worst first."""
-
-_FORMAT = 1
-_MOST_LENGTHS = 1 << 12
-
-Count = Annotated[float, Field(ge=0, le=1e15)]
-
-
-class _Learnt(BaseModel):
-    """What `Acceptance.to_json` says."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    format: Literal[1]
-    tried: list[Count] = Field(max_length=_MOST_LENGTHS)
-    succeeded: list[Count] = Field(max_length=_MOST_LENGTHS)
 
 
 @dataclass(frozen=True)
@@ -94,10 +71,10 @@ PLAIN = Drafting(np.zeros(1, np.int64), np.ones(1), np.zeros(1))
 class Acceptance:
     """Learns from counts of steps what drafts are worth. Not thread-safe.
 
-    Args:
-        lengths: draft lengths that the engine keeps ready, ascending.
-
     Attributes:
+        lengths: draft lengths that the engine keeps ready, ascending, int64 [lengths].
+        counts: what was tried, and what succeeded: first tokens, where a success is one made in a
+            step with a hit, then drafts by position, float64 [2, 1 + longest].
         version: grows whenever what drafts are expected to give has changed by more than ~3 %
             since it last did: time for a new plan.
     """
@@ -106,13 +83,10 @@ class Acceptance:
         assert lengths and sorted({*lengths}) == list(lengths) and lengths[0] >= 0
         self.lengths = np.array(lengths, np.int64)
         self._longest = int(lengths[-1])
-        # First of tokens, where a success is one made in a step with a hit, then by position.
-        self._tried = np.zeros(1 + self._longest)
-        self._succeeded = np.zeros(1 + self._longest)
+        self.counts = np.zeros((2, 1 + self._longest))
         # Hits by position: that could have had a draft there, and that had. Not kept for the next
         # engine; at first each hit is expected to have as many as are asked for.
-        self._could = np.zeros(self._longest)
-        self._had = np.zeros(self._longest)
+        self._of_hits = np.zeros((2, self._longest))
         self._news = 0.0
         self._asked = 0
         self.version = 0
@@ -133,39 +107,28 @@ class Acceptance:
         """
         memory = _MEMORY if length else _MEMORY_WITHOUT
         keep = math.exp(-1 / max(memory, _MEMORY_OF_ONE / max(1, requests)))
-        self._news += (1 - keep) * float(self._tried[0])
-        self._tried *= keep
-        self._succeeded *= keep
-        self._could *= keep
-        self._had *= keep
+        self._news += (1 - keep) * float(self.counts[0, 0])
+        self.counts *= keep
+        self._of_hits *= keep
         if length:
+            assert length <= self._longest and len(accepted) <= requests
             self._asked = length
-            self._news += self._count(length, requests, accepted)
-            self._could[:length] += len(accepted)
+            at_least = _at_least(accepted, length)
+            made = int(at_least[1:].sum())
+            self.counts[:, 0] += requests + made, at_least[0] + made
+            self.counts[:, 1 : length + 1] += at_least[:-1], at_least[1:]
+            self._news += float(requests + made)
+            self._of_hits[0, :length] += len(accepted)
             had = len(accepted) if drafted is None else _at_least(drafted, length)[1:]
-            self._had[:length] += had
-        if self._news > _NEWS * self._tried[0] + _NEWS:
+            self._of_hits[1, :length] += had
+        if self._news > _NEWS * self.counts[0, 0] + _NEWS:
             self._announce()
-
-    def _count(self, length: int, requests: int, accepted: Ints) -> float:
-        """Add a step's counts; returns its tokens."""
-        assert length <= self._longest and len(accepted) <= requests
-        at_least = _at_least(accepted, length)
-        made = int(at_least[1:].sum())
-        self._tried[0] += requests + made
-        self._succeeded[0] += at_least[0] + made
-        self._tried[1 : length + 1] += at_least[:-1]
-        self._succeeded[1 : length + 1] += at_least[1:]
-        return float(requests + made)
 
     def weights_changed(self) -> None:
         """What was observed with other weights counts for little from now on."""
-        keep = np.minimum(1.0, _KEPT_BY_NEW_WEIGHTS / np.maximum(self._tried, 1e-9))
-        self._tried *= keep
-        self._succeeded *= keep
-        of_hits = np.minimum(1.0, _KEPT_BY_NEW_WEIGHTS / np.maximum(self._could, 1e-9))
-        self._could *= of_hits
-        self._had *= of_hits
+        for counts in (self.counts, self._of_hits):
+            keep = np.minimum(1.0, _KEPT_BY_NEW_WEIGHTS / np.maximum(counts[0], 1e-9))
+            counts *= keep
         self._announce()
 
     def _announce(self) -> None:
@@ -180,8 +143,8 @@ class Acceptance:
         shares = self._mean()
         per_hit = np.append(1.0, shares[1:].cumprod()).cumsum()[self.lengths]
         tokens = 1 / (1 - shares[0] + shares[0] / per_hit)
-        had = (_INDEPENDENT * self._had + _PRIOR) / (_INDEPENDENT * self._could + _PRIOR)
-        had = np.minimum.accumulate(had)  # a draft that has ended does not go on
+        could, had = _INDEPENDENT * self._of_hits + _PRIOR
+        had = np.minimum.accumulate(had / could)  # a draft that has ended does not go on
         of_hit = np.maximum(np.append(0.0, had.cumsum())[self.lengths], per_hit - 1)
         return Drafting(self.lengths, tokens, shares[0] * tokens / per_hit * of_hit)
 
@@ -217,39 +180,106 @@ class Acceptance:
 
     def _mean(self) -> Floats:
         """The shares as they are expected to be."""
-        weight = _INDEPENDENT * self._tried + _PRIOR
-        mean = (_INDEPENDENT * self._succeeded + 0.5 * _PRIOR) / weight
+        tried, succeeded = _INDEPENDENT * self.counts
+        weight = tried + _PRIOR
+        mean = (succeeded + 0.5 * _PRIOR) / weight
         for position in range(2, len(mean)):
             mean[position] += (mean[position - 1] - 0.5) * _PRIOR / weight[position]
         return mean
 
-    def to_json(self) -> dict[str, Any]:
-        """What was learnt, as JSON values."""
-        return {
-            "format": _FORMAT,
-            "tried": self._tried.tolist(),
-            "succeeded": self._succeeded.tolist(),
-        }
+    def take(self, counts: Floats) -> None:
+        """Learn what another model had learnt, perhaps of more or fewer draft lengths."""
+        known = min(counts.shape[1], self.counts.shape[1])
+        self.counts[:, :known] = counts[:, :known]
+        self._announced = self.expected().tokens
 
-    @classmethod
-    def from_json(cls, data: Any, lengths: Sequence[int]) -> Acceptance:
-        """The model that `to_json` described, for these draft lengths.
 
-        Raises:
-            ValueError: it is not such a description.
+class AcceptanceByPrompt:
+    """As `Acceptance`, of a batch in which a share of the requests has earlier responses.
+
+    Drafts from these are accepted far more often than what a request's own text suggests. So the
+    two are learnt apart: the epoch in which the prompts of the first return begins with the prior,
+    not with what the first has taught.
+
+    Attributes:
+        of_new: what is learnt from the others.
+        of_repeated: what is learnt from these.
+    """
+
+    def __init__(self, of_new: Acceptance) -> None:
+        self.of_new = of_new
+        self.of_repeated = Acceptance(of_new.lengths.tolist())
+        self._arrived = [0, 0]
+        self._decoded = [0.0, 0.0]
+        self._share = 0.0
+
+    def arrived(self, repeated: bool) -> None:
+        self._arrived[repeated] += 1
+        if not any(self._decoded):
+            self._share = self._arrived[1] / sum(self._arrived)
+
+    def decoded(self, requests: int, repeated: bool) -> None:
+        """So many requests of a kind have decoded in a step.
+
+        A request of the one kind becomes one of the other when a sibling ends.
         """
-        try:
-            learnt = _Learnt.model_validate(data)
-        except ValidationError as error:
-            raise ValueError(first_problem(error)) from error
-        tried, succeeded = (np.array(one, np.float64) for one in (learnt.tried, learnt.succeeded))
-        if len(tried) != len(succeeded) or (succeeded > tried).any():
-            raise ValueError("succeeded: more drafts were accepted than tried")
-        model = cls(lengths)
-        known = min(len(tried), len(model._tried))
-        model._tried[:known], model._succeeded[:known] = tried[:known], succeeded[:known]
-        model._announced = model.expected().tokens
-        return model
+        self._decoded = [_KEEP * one for one in self._decoded]
+        self._decoded[repeated] += requests
+        if any(self._decoded):
+            self._share = self._decoded[1] / sum(self._decoded)
+
+    def end_of_batch(self) -> None:
+        """No request is left. The next ones are expected to arrive such as these did."""
+        if any(self._arrived):
+            self._share = self._arrived[1] / sum(self._arrived)
+        self._arrived, self._decoded = [0, 0], [0.0, 0.0]
+
+    def observe(
+        self,
+        length: int,
+        requests: int,
+        accepted: Ints,
+        repeated: bool,
+        drafted: Ints | None = None,
+    ) -> None:
+        """Learn from a step of a replica; see `Acceptance.observe`."""
+        model = self.of_repeated if repeated else self.of_new
+        model.observe(length, requests, accepted, drafted)
+
+    def weights_changed(self) -> None:
+        self.of_new.weights_changed()
+        self.of_repeated.weights_changed()
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """Of what drafts are expected to give."""
+        return self.of_new.version, self.of_repeated.version
+
+    def expected(self) -> Drafting:
+        """What each draft length gives to a request of the batch in the mean."""
+        new, repeated = self.of_new.expected(), self.of_repeated.expected()
+        return Drafting(
+            new.lengths,
+            self._mean(new.tokens, repeated.tokens),
+            self._mean(new.drafts, repeated.drafts),
+        )
+
+    @property
+    def used(self) -> int:
+        return (self.of_repeated if self._share > 0.5 else self.of_new).used
+
+    def per_step(self, length: int) -> float:
+        """Drafts of a request that a step is expected to accept with a draft length."""
+        expected = self.expected()
+        return float(np.interp(length, expected.lengths, expected.tokens)) - 1
+
+    def tokens_at(self, speeds: Floats) -> Floats:
+        """Tokens per step of requests that are unlike the mean; see `Acceptance.tokens_at`."""
+        return self._mean(self.of_new.tokens_at(speeds), self.of_repeated.tokens_at(speeds))
+
+    def _mean(self, new: Floats, repeated: Floats) -> Floats:
+        mean: Floats = (1 - self._share) * new + self._share * repeated
+        return mean
 
 
 def _at_least(counts: Ints, length: int) -> Ints:

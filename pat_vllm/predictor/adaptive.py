@@ -8,7 +8,6 @@ enough to switch.
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections import Counter
@@ -19,15 +18,14 @@ from pathlib import Path
 import numpy as np
 
 from pat_vllm.layout import Layout
-from pat_vllm.predictor.acceptance import PLAIN
-from pat_vllm.predictor.acceptance_by_prompt import AcceptanceByPrompt
+from pat_vllm.predictor.acceptance import PLAIN, AcceptanceByPrompt
 from pat_vllm.predictor.cost import CostModel
 from pat_vllm.predictor.course import course
 from pat_vllm.predictor.decisions import Decisions
 from pat_vllm.predictor.kept import Keeper
 from pat_vllm.predictor.planner import Outlook, Plan, Planner
 from pat_vllm.predictor.policy import SETTLE_SECONDS, Policy
-from pat_vllm.predictor.probing import PROBE_STEPS, Prober
+from pat_vllm.predictor.probing import Prober
 from pat_vllm.predictor.savings import Savings
 from pat_vllm.predictor.speeds import Speeds
 from pat_vllm.predictor.state import Ints, LiveRequests, LiveState, Turn
@@ -35,8 +33,6 @@ from pat_vllm.predictor.step_time import StepTimeModel
 from pat_vllm.predictor.trajectories import Trajectories, course_of_turns
 from pat_vllm.profiling.profile import Profile, StepShape
 from pat_vllm.reporting import DecisionReport, PredictorReport, SwitchReport
-
-logger = logging.getLogger(__name__)
 
 _TRUSTED_STEPS = 4
 """Steps in the first layout that are compared with the profile before it may lead to a switch."""
@@ -102,7 +98,6 @@ class AdaptivePolicy(Policy):
         self._acceptance = AcceptanceByPrompt(acceptance) if len(draft_lengths) > 1 else None
         if self._acceptance is not None:
             self.drafts = {layout: ((1, 1, 0),) for layout in layouts}
-        self._drafting = PLAIN
         self._speeds = Speeds()
         self._asked: Counter[int] = Counter()
         self._trajectories = Trajectories()
@@ -115,13 +110,11 @@ class AdaptivePolicy(Policy):
         self._layout = self.home
         self._largest: LiveRequests | None = None
         self._planned: tuple[Layout, int, tuple[int, int, int]] | None = None
-        self._last_plan = -math.inf
-        self._next_plan = -math.inf
-        self._review = -math.inf
+        self._last_plan = self._next_plan = self._review = -math.inf
         self._next_observation = -math.inf
         self._next_drafts = [-math.inf, -math.inf]
         """By whether there are earlier responses: both are told of the same steps."""
-        self._begun: float | None = None
+        self._begun = math.inf
         self._last_switch: SwitchReport | None = None
         self._probed: Layout | None = None  # of the last decision that fired, a probe
         self._skip = 0
@@ -137,8 +130,7 @@ class AdaptivePolicy(Policy):
     def arrived(
         self, now: float, turn: Turn, num_prompt_tokens: int, repeated: bool = False
     ) -> None:
-        if self._begun is None:
-            self._begun = now
+        self._begun = min(self._begun, now)
         self._trajectories.arrived(now, turn, num_prompt_tokens)
         self._savings.arrived()
         if self._acceptance is not None:
@@ -159,14 +151,15 @@ class AdaptivePolicy(Policy):
         if self._skip:
             self._skip -= 1  # the first steps in a layout find cold caches
             return
-        if now < self._next_observation or not self._steps.comparable(layout, shape):
+        if now < self._next_observation:
             return
         started = self._timer()
-        predicted = self._steps.step(layout, shape)
+        predicted = self._steps.observe(layout, shape, seconds)
+        if predicted is None:
+            return
         count, total = self._error.get(layout, (0, 0.0))
         seen = (count + 1, total + abs(predicted - seconds) / seconds)
         self._error = {**self._error, layout: seen}
-        self._steps.observe(layout, shape, seconds)
         if not self._prober.active:  # a probe is there to observe
             took = self._timer() - started
             self._next_observation = now + took / _OBSERVING_SHARE
@@ -229,10 +222,9 @@ class AdaptivePolicy(Policy):
             learnt = self._acceptance.of_new
         self._keeper.save(self._lengths, learnt)
         self._planned = None
-        if self._begun is not None:
-            # Without a step, where all requests were aborted before one, it did no work.
-            self._worked_before += max(0.0, min(now, self._last_step) - self._begun)
-        self._begun = None
+        # Without a step, where all requests were aborted before one, it did no work.
+        self._worked_before += max(0.0, min(now, self._last_step) - self._begun)
+        self._begun = math.inf
         self._last_switch = None
         self._prober.stop()
         self._review = self._next_plan = -math.inf
@@ -243,7 +235,7 @@ class AdaptivePolicy(Policy):
     def report(self, since: float = -math.inf) -> PredictorReport:
         # The engine's thread replaces `_error` and never changes it.
         return PredictorReport(
-            decisions=self._decisions.since(since),
+            decisions=self._decisions.records.since(since),
             step_error={
                 layout: (count, total / count) for layout, (count, total) in self._error.items()
             },
@@ -252,7 +244,7 @@ class AdaptivePolicy(Policy):
             slowest_plan=self._slowest_plan,
             batches=self._lengths.batches,
             responses=self._lengths.responses,
-            savings=self._savings.since(since),
+            savings=self._savings.records.since(since),
         )
 
     # ---------------------------------------------------------------- decisions
@@ -277,8 +269,8 @@ class AdaptivePolicy(Policy):
         compared = sum(count for count, _ in self._error.values())
         if self._steps_seen < _PATIENCE and compared < _TRUSTED_STEPS:
             return False
-        begun = self._begun if self._begun is not None else -math.inf
-        if state.quiet < SETTLE_SECONDS and state.now - max(self._last_plan, begun) < 1.0:
+        since = max(self._last_plan, self._begun)
+        if state.quiet < SETTLE_SECONDS and state.now - since < 1.0:
             return False
         if self._planned is None or state.now >= self._review:
             return True
@@ -301,12 +293,10 @@ class AdaptivePolicy(Policy):
         if self._acceptance is not None:
             self._speeds.observe(live, self._acceptance.per_step(self._length_asked()))
         remaining = self._lengths.sample(live, _FUTURES)
-        prompts = live.uncomputed
-        outlook = self._outlook(state.now, live, remaining, prompts)
-        plan = outlook.plan(state.layout)
+        plan = self._outlook(state.now, live, remaining, live.uncomputed).plan(state.layout)
         if self._acceptance is not None:
-            self.drafts = plan.drafts
-        self._savings.planned(state, live, prompts, remaining, outlook, plan)
+            self.drafts = plan.outlook.drafts
+        self._savings.planned(state, live, remaining, plan)
         # While nothing finishes, contexts grow and the rest is seen in another light.
         self._review = state.now + 0.1 * plan.stay
         if plan.best != state.layout:
@@ -319,7 +309,7 @@ class AdaptivePolicy(Policy):
             best = min(plan.go, key=plan.go.__getitem__)
             if plan.go[best] < plan.never:
                 self._note(state, plan, best, "later", fired=False)
-        return self._probe(state, outlook, plan)
+        return self._probe(state, plan)
 
     def _length_asked(self) -> int:
         """The draft length of the steps since this was last asked; 0 if they had several."""
@@ -328,25 +318,23 @@ class AdaptivePolicy(Policy):
         return length if asked[length] >= _STEADY * asked.total() else 0
 
     def _outlook(self, now: float, live: LiveRequests, remaining: Ints, prompts: int) -> Outlook:
-        tokens, used = None, 0
+        drafting, tokens, used = PLAIN, None, 0
         if self._acceptance is not None:
-            self._drafting = self._acceptance.expected()
+            drafting = self._acceptance.expected()
             if self._speeds.variance:
                 tokens = self._acceptance.tokens_at(self._speeds.sample(live, _FUTURES))
                 used = self._acceptance.used
         ahead = course(live, remaining, tokens, used)
         if self._trajectories.go_on:
-            token = self._planner.token_seconds(self._layout, ahead, self._drafting)
-            futures = self._trajectories.sample(
-                now, live, remaining, self._fresh_lengths, float(token[-1])
-            )
-            ahead = course_of_turns(futures)
-        return self._planner.outlook(ahead, prompts=prompts, drafting=self._drafting)
+            token = self._planner.token_seconds(self._layout, ahead, drafting)
 
-    def _fresh_lengths(self, count: int) -> Ints:
-        """Tokens of so many responses that have not begun, in each future."""
-        fresh = LiveRequests.fresh(np.ones(count, np.int64), self._lengths.bound)
-        return self._lengths.sample(fresh, _FUTURES)
+            def lengths(count: int) -> Ints:
+                fresh = LiveRequests.fresh(np.ones(count, np.int64), self._lengths.bound)
+                return self._lengths.sample(fresh, _FUTURES)
+
+            futures = self._trajectories.sample(now, live, remaining, lengths, float(token[-1]))
+            ahead = course_of_turns(futures)
+        return self._planner.outlook(ahead, prompts=prompts, drafting=drafting)
 
     def _open(self, last: LiveRequests) -> None:
         """Be ready for a batch of as many requests as `last`: an idle engine switches to `home`.
@@ -370,16 +358,13 @@ class AdaptivePolicy(Policy):
             seconds[layout] = total - plan.cost[layout] + idle
         self.home = min(seconds, key=seconds.__getitem__)
         if self._acceptance is not None:
-            self.drafts = plan.drafts
+            self.drafts = plan.outlook.drafts
 
-    def _probe(self, state: LiveState, outlook: Outlook, plan: Plan) -> Layout:
+    def _probe(self, state: LiveState, plan: Plan) -> Layout:
         """Try a layout for a few steps if much may be gained and little lost; see `Prober`."""
         seen = {layout: count for layout, (count, _) in self._error.items()}
-        if seen.get(state.layout, 0) < PROBE_STEPS:
-            return state.layout
-        begun = state.now if self._begun is None else self._begun
-        worked = self._worked_before + state.now - begun
-        probe = self._prober.find(state.num_seqs, outlook, plan, seen, worked)
+        worked = self._worked_before + state.now - self._begun
+        probe = self._prober.find(state.num_seqs, plan, seen, worked)
         if probe is None:
             return state.layout
         layout, hoped = probe
@@ -396,17 +381,6 @@ class AdaptivePolicy(Policy):
     def _note(self, state: LiveState, plan: Plan, target: Layout, why: str, fired: bool) -> None:
         if fired:
             self._probed = target if why == "probe" else None
-            logger.info(
-                "PAT decides for %s -> %s (%s) with %d live requests: %.2f s to the end as it is, "
-                "%.2f s with the switch, which costs %.3f s",
-                state.layout,
-                target,
-                why,
-                state.num_seqs,
-                plan.never,
-                plan.go[target],
-                plan.cost[target],
-            )
         self._decisions.add(
             DecisionReport(
                 at=state.now,
@@ -418,7 +392,7 @@ class AdaptivePolicy(Policy):
                 cost=plan.cost[target],
                 fired=fired,
                 why=why,
-                step_before=plan.step[state.layout],
-                step_after=plan.step[target],
+                step_before=plan.outlook.step[state.layout],
+                step_after=plan.outlook.step[target],
             )
         )

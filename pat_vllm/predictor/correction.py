@@ -22,34 +22,24 @@ from pat_vllm.predictor.state import Floats
 
 LIMIT = log(8.0)
 """Corrections stay within a factor of 8 either way."""
-
 VERSION_STEP = log(1.03)
 """Change of a correction from which on it counts as another."""
-
 MEMORY = 50.0
 """Steps after which an observation has faded (to 1/e)."""
-
 _BINS = 13
 """Batch sizes 1, 2, 4, ... 4096; larger ones count as the last."""
-
 _MACHINE, _LAYOUT, _BIN, _DRAFTS = 0.6, 0.07, 0.015, 0.03
 """Variances before the first observation: most of a surprise is the machine's. Also the most."""
-
 _ALIKE = 4.0
 """Bins at which the correlation of two batch parts has fallen to 1/e: near batches err alike."""
-
 _FADES = np.array([0.75, 0.125, 0.125, 0.125, 0.05])
 """How machine, layout, the two batch parts beside a step, and drafts, share in what fades."""
-
 _SPREAD, _LEAST_SPREAD, _MOST_SPREAD = 0.1, 0.03, 0.4
 """Typical deviation of a step: at first, at least and at most; it is learned, too."""
-
 _CLIP, _FAR = 1.5, 2.5
 """In spreads: how much of a surprise counts, and from where it is far."""
-
 _STREAK = 8
 """So many far surprises in a row on one side are a change of the machine, not outliers."""
-
 _REOPEN = 4.0
 """Factor by which the uncertainty grows with each further one."""
 
@@ -81,17 +71,9 @@ class OnlineCorrection:
         # Far surprises in a row, by layout; negative when steps were faster than predicted.
         self._streak = dict.fromkeys(self._first, 0)
 
-    def factor(self, layout: Layout, batch: float, drafts: float = 0.0) -> float:
-        """Real over predicted time of a step.
-
-        Args:
-            drafts: share of the predicted time that drafting, and verifying drafts, add.
-        """
-        at, weights = self._parts(layout, batch, drafts)
-        return exp(min(max(float(weights @ self._values[at]), -LIMIT), LIMIT))
-
-    def factors(self, layout: Layout, batch: ArrayLike, drafts: ArrayLike = 0.0) -> Floats:
-        """The same for several steps."""
+    def factor(self, layout: Layout, batch: ArrayLike, drafts: ArrayLike = 0.0) -> Floats:
+        """Real over predicted time of steps, of which drafts add the share `drafts`: drafting, and
+        verifying them."""
         first = self._first[layout]
         bins = self._values[first + 1 : first + 1 + _BINS]
         common = self._values[0] + self._values[first]
@@ -116,12 +98,9 @@ class OnlineCorrection:
         """Of a sum of parts."""
         return max(0.0, float(weights @ self._covariance[np.ix_(at, at)] @ weights))
 
-    def observe(self, layout: Layout, batch: float, ratio: float, drafts: float = 0.0) -> None:
-        """Learn from a decode step that took `ratio` times what was predicted uncorrected.
-
-        Args:
-            drafts: as for `factor`.
-        """
+    def observe(self, layout: Layout, batch: float, ratio: float, drafts: float = 0.0) -> float:
+        """Learn from a decode step that took `ratio` times what was predicted uncorrected; `drafts`
+        as for `factor`, which is returned as it was before."""
         at, weights = self._parts(layout, batch, drafts)
         values, covariance = self._values, self._covariance
         expected = float(weights @ values[at])
@@ -135,7 +114,11 @@ class OnlineCorrection:
         else:
             streak[layout] = 0
         if abs(streak[layout]) >= _STREAK:
-            self._reopen(at, weights)
+            # Part of what was learnt is forgotten, most of the machine: a model's errors do not
+            # change. At most as uncertain as one step is noisy: the next then counts for half.
+            known = self._variance(at, weights)
+            more = min((_REOPEN - 1) * known, max(0.0, spread * spread - known))
+            covariance[at, at] += _FADES[: len(at)] * more
         else:
             # More is believed of a layout that is hardly known, but not its very first step.
             doubt = self._variance(at[1:], weights[1:]) if layout in self._seen else 0.0
@@ -165,10 +148,4 @@ class OnlineCorrection:
         if max(map(abs, common)) > VERSION_STEP:
             self.version += 1
             self._announced = values.copy()
-
-    def _reopen(self, at: list[int], weights: Floats) -> None:
-        """Forget part of what was learnt, most of the machine: a model's errors do not change."""
-        known = self._variance(at, weights)
-        # At most as uncertain as one step is noisy: the next step then counts for half.
-        more = min((_REOPEN - 1) * known, max(0.0, self._spread * self._spread - known))
-        self._covariance[at, at] += _FADES[: len(at)] * more
+        return exp(min(max(expected, -LIMIT), LIMIT))

@@ -8,8 +8,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -32,39 +31,20 @@ _LEAST_EXCHANGE = 1 << 20
 """Bytes of KV below which an exchange says more about its latency than about its bandwidth."""
 
 
-@dataclass(frozen=True)
-class CarryRates:
-    """What carrying KV takes per token, as an engine measures at its start.
-
-    Attributes:
-        migrate: seconds to move a token's KV, by all ranks together.
-        recompute: seconds to prefill a token again in one replica while all of them prefill, by
-            layout.
-    """
-
-    migrate: float = 0.0
-    recompute: Mapping[Layout, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class _Linear:
+class _Linear(NamedTuple):
     """Seconds of a switch between two layouts, linear in the requests and their tokens."""
 
     fixed: float
     per_request: float
     per_token: float
 
-    def seconds(self, num_seqs: Number, tokens: Number) -> Number:
-        return self.fixed + self.per_request * num_seqs + self.per_token * tokens
-
 
 class CostModel:
     """Seconds that a switch takes away from generation, and the cheaper way to carry each request.
 
-    A switch drains, plans, reshards, hands over, and carries the requests' KV. All of that is
-    linear in the requests and their tokens, for each pair of layouts. A profile's switches give the
-    coefficients. Without a profile only the KV is known, from the rates measured at start. Past
-    switches of the engine correct either by a factor per pair.
+    All that a switch does is linear in the requests and their tokens, for each pair of layouts. A
+    profile's switches give the coefficients. Without a profile only the KV is known, from the rates
+    measured at start. Past switches of the engine correct either by a factor per pair.
 
     KV is carried by migrating it, or by recomputing it in the target layout, where replicas work
     side by side as far as there is a request for each. Recomputing is linear in the tokens,
@@ -79,35 +59,29 @@ class CostModel:
     def __init__(
         self,
         mode: Literal["auto", "migrate", "recompute"] = "auto",
-        rates: CarryRates | None = None,
+        migrate: float = 0.0,
+        recompute: Mapping[Layout, float] | None = None,
         kinds: Kinds = (),
     ) -> None:
-        """A model that knows no switch yet. Without `rates` all KV is migrated, at no cost.
+        """A model that knows no switch yet, but the rates that an engine measures at its start.
 
         Args:
+            migrate: seconds to move a token's KV, by all ranks together.
+            recompute: seconds to prefill a token again in one replica while all of them prefill, by
+                layout; where it is not known, KV is migrated.
             kinds: of state; without any, all of a token's moves.
         """
-        rates = rates or CarryRates()
         self.mode = mode
         self._kinds = kinds
         self._shares = np.array([carried_tokens(kinds, int(n)) / int(n) for n in _CONTEXTS])
         self._most_moves = float(self._shares.max())
-        self._recompute = dict(rates.recompute)
+        self._recompute = dict(recompute or {})
         self._by_pair: dict[tuple[Layout, Layout], _Linear] = {}
-        self._other_pairs = _Linear(0.0, 0.0, rates.migrate)
+        self._other_pairs = _Linear(0.0, 0.0, migrate)
         self._log_correction: dict[tuple[Layout, Layout], float] = {}
 
-    @classmethod
-    def of(
-        cls, profile: Profile, mode: Literal["auto", "migrate", "recompute"] = "auto"
-    ) -> CostModel:
-        """The model of a profile's engine."""
-        model = cls(mode)
-        model.fit(profile)
-        return model
-
-    def fit(self, profile: Profile) -> None:
-        """Take what a profile says in place of the rates measured at start.
+    def fit(self, profile: Profile) -> CostModel:
+        """Take what a profile says in place of the rates measured at start. Returns this model.
 
         A pair of layouts without any switch takes the most expensive coefficients of the others.
         """
@@ -116,17 +90,14 @@ class CostModel:
             by_pair[sample.source, sample.target].append(sample)
         self._by_pair = {pair: self._fit(samples) for pair, samples in by_pair.items()}
         if known := self._by_pair.values():
-            self._other_pairs = _Linear(
-                max(one.fixed for one in known),
-                max(one.per_request for one in known),
-                max(one.per_token for one in known),
-            )
+            self._other_pairs = _Linear(*map(max, zip(*known, strict=True)))
         measured: dict[Layout, float] = {}
         for step in profile.steps:
             if not step.batch and step.prefill and step.busy == step.layout.replicas:
                 per_token = step.seconds / step.prefill
                 measured[step.layout] = min(per_token, measured.get(step.layout, math.inf))
         self._recompute.update(measured)
+        return self
 
     def seconds(self, source: Layout, target: Layout, num_seqs: Number, tokens: Number) -> Number:
         """The stall of a switch with `num_seqs` requests of `tokens` tokens of context together."""
@@ -183,12 +154,12 @@ class CostModel:
         linear, _ = self._linear(*pair)
         # What recomputing takes is paid after the switch.
         tokens = report.cached_tokens + (0 if report.recomputed else report.tokens)
+        moving = self._carried(report.num_seqs, float(tokens))
         if self._by_pair:
-            moving = self._carried(report.num_seqs, float(tokens))
-            predicted = linear.seconds(report.num_seqs, moving)
+            predicted = linear.fixed + linear.per_request * report.num_seqs
+            predicted += linear.per_token * moving
             real = report.seconds - report.quiesce
         elif report.kv_bytes >= _LEAST_EXCHANGE:
-            moving = self._carried(report.num_seqs, float(tokens))
             predicted, real = linear.per_token * moving, report.kv
         else:
             return
@@ -220,8 +191,7 @@ class CostModel:
         # Columns differ by orders of magnitude.
         scale = np.maximum(features.max(axis=0), 1.0)
         coefficients, _ = nnls(features / seconds[:, None] / scale, np.ones(len(samples)))
-        fixed, per_request, per_token = coefficients / scale
-        return _Linear(float(fixed), float(per_request), float(per_token))
+        return _Linear(*(coefficients / scale).tolist())
 
     def _mode_of(self, source: Layout, target: Layout) -> Literal["auto", "migrate", "recompute"]:
         """Between layouts that share KV all of it stays where it is."""
@@ -231,7 +201,7 @@ class CostModel:
         """The coefficients of a pair, and the factor that corrects them."""
         linear = self._by_pair.get((source, target), self._other_pairs)
         if source.shares_kv(target):
-            linear = replace(linear, per_token=0.0)
+            linear = linear._replace(per_token=0.0)
         return linear, math.exp(self._log_correction.get((source, target), 0.0))
 
     def _per_token(self, source: Layout, target: Layout) -> tuple[float, float]:

@@ -90,6 +90,7 @@ def course(
     longest = np.maximum.accumulate(contexts, axis=1) + middle
 
     starts = _groups(count)
+    most = np.append(starts[1:], count)
     # Where no step is expected a group still needs a sensible state: hence the small weights.
     weights = steps + 1e-9
     of_group = np.add.reduceat(weights.sum(axis=0), starts)
@@ -97,24 +98,22 @@ def course(
     def mean(values: Floats | Ints) -> Floats:
         return np.add.reduceat((values * weights).sum(axis=0), starts) / of_group
 
+    steps_per_token = None
+    if per_token is not None:
+        of_each = per_token.mean(axis=1)
+        each = of_each.cumsum(axis=1) / alive
+        last = np.broadcast_to(of_each[:, :1], each.shape)
+        steps_per_token = np.stack((last, each))[:, :, most - 1]
     return _cut(
         Course(
             live=mean(alive),
-            most=np.append(starts[1:], count).astype(float),
+            most=most.astype(float),
             steps=np.add.reduceat(steps.sum(axis=0), starts) / len(steps),
             context=mean(total),
             longest=mean(longest),
-            steps_per_token=None if per_token is None else _steps_per_token(per_token, starts),
+            steps_per_token=steps_per_token,
         )
     )
-
-
-def _steps_per_token(per_token: Floats, starts: Ints) -> Floats:
-    """As in `Course`, from each request's, [lengths, futures, n], the one that ends last first."""
-    mean = per_token.mean(axis=1)
-    each = mean.cumsum(axis=1) / np.arange(1, mean.shape[1] + 1)
-    last = np.broadcast_to(mean[:, :1], each.shape)
-    return np.stack((last, each))[:, :, np.append(starts[1:], mean.shape[1]) - 1]
 
 
 def _cut(course: Course) -> Course:

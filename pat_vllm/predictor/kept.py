@@ -8,20 +8,64 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from pat_vllm.files.reading import FileError, name_of, read_json, set_aside, shown
+import numpy as np
+from pydantic import Field, ValidationError, model_validator
+
+from pat_vllm.files.reading import FileError, first_problem, name_of, read_json, set_aside, shown
 from pat_vllm.files.writing import write_whole
+from pat_vllm.policy_config import StrictModel
 from pat_vllm.predictor.acceptance import Acceptance
-from pat_vllm.predictor.lengths import LengthModel
+from pat_vllm.predictor.lengths import BINS, LengthModel
 
 logger = logging.getLogger(__name__)
 
 _OPTION = "pat.policy.lengths_file"
 _MOST_BYTES = 4 << 20
-_ACCEPTANCE = "acceptance"
+_MOST = 1e15
+"""Of what is counted: more than any engine sees."""
+_MOST_LENGTHS = 1 << 12
 _DIGEST = "digest"
 """By which damage is seen. It is no signature: who may write may make one."""
+
+_Count = Annotated[float, Field(ge=0, le=_MOST)]
+
+
+class _Drafts(StrictModel, strict=True):
+    """What an `Acceptance` had learnt."""
+
+    format: Literal[1]
+    tried: list[_Count] = Field(max_length=_MOST_LENGTHS)
+    succeeded: list[_Count] = Field(max_length=_MOST_LENGTHS)
+
+    @model_validator(mode="after")
+    def _possible(self) -> _Drafts:
+        if _exceed(self.succeeded, self.tried):
+            raise ValueError("succeeded: more drafts were accepted than tried")
+        return self
+
+
+class _Learnt(StrictModel, strict=True):
+    """What a file says beside its digest: what a `LengthModel` had learnt, and of drafts."""
+
+    format: Literal[2]
+    bound: int = Field(ge=1, le=2**31)
+    batches: int = Field(ge=0, le=_MOST)
+    responses: int = Field(ge=0, le=_MOST)
+    ends: list[_Count] = Field(max_length=BINS)
+    tokens: list[_Count] = Field(max_length=BINS)
+    acceptance: _Drafts | None = None  # not where there were no drafts
+
+    @model_validator(mode="after")
+    def _possible(self) -> _Learnt:
+        if _exceed(self.ends, self.tokens):
+            raise ValueError("ends: more responses ended than there are tokens")
+        return self
+
+
+def _exceed(some: Sequence[float], of: Sequence[float]) -> bool:
+    return len(some) != len(of) or any(a > b for a, b in zip(some, of, strict=True))
 
 
 class Keeper:
@@ -67,9 +111,18 @@ def save(path: Path, lengths: LengthModel, acceptance: Acceptance | None = None)
     Raises:
         OSError: it cannot be written.
     """
-    content = lengths.to_json()
+    ends, tokens = lengths.history.tolist()
+    content: dict[str, Any] = {
+        "format": 2,
+        "bound": lengths.bound,
+        "batches": lengths.batches,
+        "responses": lengths.responses,
+        "ends": ends,
+        "tokens": tokens,
+    }
     if acceptance is not None:
-        content[_ACCEPTANCE] = acceptance.to_json()
+        tried, succeeded = acceptance.counts.tolist()
+        content["acceptance"] = {"format": 1, "tried": tried, "succeeded": succeeded}
     write_whole(path, json.dumps({_DIGEST: _digest(content), **content}), private=True)
 
 
@@ -87,36 +140,25 @@ def load(
         FileError: the file cannot be read, or was not written by `save`.
     """
     named = f"the lengths file {name_of(path)}"
-    content = _without_digest(read_json(path, "the lengths file", most=_MOST_BYTES), named)
-    try:
-        learnt = content.pop(_ACCEPTANCE, None)  # not where there were no drafts
-        lengths = LengthModel.from_json(content, bound)
-        acceptance = Acceptance(draft_lengths)
-        if learnt is not None:
-            acceptance = Acceptance.from_json(learnt, draft_lengths)
-            acceptance.weights_changed()
-    except ValueError as error:
-        raise FileError(f"{named} holds no length history ({error})") from error
-    return lengths, acceptance
-
-
-def _without_digest(content: Any, named: str) -> dict[str, Any]:
-    """What an object in a file of JSON says beside its digest, which is checked.
-
-    Args:
-        named: the file, for messages.
-
-    Raises:
-        FileError: it is no object, or its digest is not that of the content.
-    """
+    content = read_json(path, "the lengths file", most=_MOST_BYTES)
     if not isinstance(content, dict):
         raise FileError(f"{named} is no JSON object, but {shown(content)}")
-    rest = {name: value for name, value in content.items() if name != _DIGEST}
-    if content.get(_DIGEST) != _digest(rest):
+    if content.pop(_DIGEST, None) != _digest(content):
         raise FileError(
             f"{named} was changed after it was written, or is damaged: its digest does not match"
         )
-    return rest
+    try:
+        learnt = _Learnt.model_validate(content)
+    except ValidationError as error:
+        raise FileError(f"{named} holds no length history ({first_problem(error)})") from error
+    lengths, acceptance = LengthModel(bound or learnt.bound), Acceptance(draft_lengths)
+    lengths.batches, lengths.responses = learnt.batches, learnt.responses
+    # A shorter grid is continued by this one.
+    lengths.history[:, : len(learnt.ends)] = learnt.ends, learnt.tokens
+    if (drafts := learnt.acceptance) is not None:
+        acceptance.take(np.array([drafts.tried, drafts.succeeded]))
+        acceptance.weights_changed()
+    return lengths, acceptance
 
 
 def _digest(content: Mapping[str, Any]) -> str:

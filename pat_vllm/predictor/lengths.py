@@ -9,40 +9,28 @@ response that was cut short, or still runs, counts its tokens but no end, so it 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal
-
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from pat_vllm.files.reading import first_problem
 from pat_vllm.predictor.state import Bools, Floats, Ints, LiveRequests
 
 _SINGLE = 16
 """Up to this length each length has its own bin."""
-
 _PER_OCTAVE = 32
 """Bins per doubling above: each spans 2%. In wider ones, lengths at which many responses end are
 mixed with lengths at which none does."""
-
 _SHAPES = {1.0: 1.0, 1.5: 1.0, 2.0: 1.0, 3.0: 1.0, 6.0: 0.05, 12.0: 0.05, 24.0: 0.05}
 """Shapes of the prior, by how likely they are before data: standard deviations of the log-length of
 1.8, 1.2, 0.9, 0.6, 0.3, 0.15 and 0.08. Without the narrow ones a batch of lengths alike would
 always seem to have a long tail."""
-
 _OCTAVES = 1.5
 """Standard deviation of the prior's log2-median."""
-
 _DOUBT = 0.25
 """Share of the pseudo-responses that stays as it was before data: what has been seen need not
 continue (a second mode of long responses)."""
-
 _LOWEST_SURVIVAL = 1e-12
 """Of one token, so that cumulative hazards stay finite."""
-
 _OCTAVES_OF_BINS = 18
 """So the grid ends at 2^22 tokens. Longer responses count as that long."""
-
 EDGES: Floats = np.unique(
     np.append(
         np.arange(_SINGLE),
@@ -50,78 +38,34 @@ EDGES: Floats = np.unique(
     )
 )
 """Bin edges 0, 1, 2, ...: bin b holds the lengths above edge b up to edge b + 1."""
-
 BINS = len(EDGES) - 1
 
 _DISCOUNT = 0.8
 """Weight of a batch after each later one: about 5 batches count."""
-
 _PRIOR_WEIGHT = 4.0
 """Pseudo-responses of the prior."""
-
 _PRIOR_MEDIAN = 1 / 8
 """Median of the prior, as a share of the bound."""
-
 _AT_ONCE = 4096
 """Responses that have stopped and are pooled together, at most: memory stays bounded."""
-
 _SEED = 0
 """Of the sampled futures."""
 
-_FORMAT = 2
 
-MOST = 1e15
-"""Of what is counted: more than any engine sees."""
+def pool_of(lengths: Ints, ended: Bools) -> Floats:
+    """What responses of these lengths, 0 included, say about the hazard; not `ended` ones are
+    censored. Pools may be added, and weighted.
 
-Count = Annotated[float, Field(ge=0, le=MOST)]
-
-
-class _Learnt(BaseModel):
-    """What `LengthModel.to_json` says."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    format: Literal[2]
-    bound: int = Field(ge=1, le=2**31)
-    batches: int = Field(ge=0, le=MOST)
-    responses: int = Field(ge=0, le=MOST)
-    ends: list[Count] = Field(max_length=BINS)
-    tokens: list[Count] = Field(max_length=BINS)
-
-
-@dataclass(frozen=True)
-class Pool:
-    """What a set of responses says about the hazard, possibly weighted.
-
-    Attributes:
-        ends: responses that ended, float64 [BINS].
-        tokens: tokens that responses generated, the last ones included, float64 [BINS].
+    Returns:
+        Responses that ended, and tokens that responses generated, the last ones included, float64
+        [2, BINS].
     """
-
-    ends: Floats
-    tokens: Floats
-
-    @classmethod
-    def empty(cls) -> Pool:
-        """Nothing seen."""
-        return cls(np.zeros(BINS), np.zeros(BINS))
-
-    @classmethod
-    def of(cls, lengths: Ints, ended: Bools) -> Pool:
-        """Responses of these lengths, 0 included; not `ended` ones are censored."""
-        lengths = np.minimum(lengths, EDGES[-1])
-        at = np.maximum(np.searchsorted(EDGES, lengths) - 1, 0)
-        partial = np.bincount(at, weights=lengths - EDGES[at], minlength=BINS)
-        ends, stops = np.bincount(at[ended], minlength=BINS), np.bincount(at, minlength=BINS)
-        beyond = stops[::-1].cumsum()[::-1] - stops
-        tokens = beyond * np.diff(EDGES) + partial
-        return cls(ends.astype(np.float64), tokens.astype(np.float64))
-
-    def __add__(self, other: Pool) -> Pool:
-        return Pool(self.ends + other.ends, self.tokens + other.tokens)
-
-    def __mul__(self, weight: float) -> Pool:
-        return Pool(self.ends * weight, self.tokens * weight)
+    lengths = np.minimum(lengths, EDGES[-1])
+    at = np.maximum(np.searchsorted(EDGES, lengths) - 1, 0)
+    partial = np.bincount(at, weights=lengths - EDGES[at], minlength=BINS)
+    ends, stops = np.bincount(at[ended], minlength=BINS), np.bincount(at, minlength=BINS)
+    beyond = stops[::-1].cumsum()[::-1] - stops
+    return np.array([ends, beyond * np.diff(EDGES) + partial])
 
 
 class Prior:
@@ -130,14 +74,10 @@ class Prior:
     They are log-logistic, S(l) = 1 / (1 + (l / median)^shape). With shape 1 the median remaining
     length after l tokens is median + l: what has run long will run about as long again. Medians
     and shapes are averaged by their likelihood, so as soon as something has ended, the unseen
-    tail continues what was seen.
-
-    Args:
-        median: expected without data, in tokens.
-        weight: number of pseudo-responses.
+    tail continues what was seen. Without data the median is `median` tokens.
     """
 
-    def __init__(self, median: float, weight: float) -> None:
+    def __init__(self, median: float) -> None:
         # Narrow shapes need closer medians.
         medians = [np.arange(-8.0, 3.5, min(0.5, 3 / shape)) for shape in _SHAPES]
         counts = [len(one) for one in medians]
@@ -149,23 +89,24 @@ class Prior:
         self._log_stay = steps / np.diff(EDGES)
         per_token = -np.expm1(self._log_stay)
         self._log_end = np.log(per_token)
-        self._ends = -weight * np.exp(log_survival[:, :-1]) * np.expm1(steps)
+        self._ends = -_PRIOR_WEIGHT * np.exp(log_survival[:, :-1]) * np.expm1(steps)
         self._tokens = self._ends / per_token
         each = np.array([*_SHAPES.values()]) / counts
         self._belief = np.repeat(np.log(each), counts) - 0.5 * (octaves / _OCTAVES) ** 2
         self._unseen = np.exp(self._belief) / np.exp(self._belief).sum()
 
-    def given(self, pool: Pool) -> Pool:
-        """The pseudo-responses after `pool` was seen."""
-        log = self._belief + self._log_end @ pool.ends + self._log_stay @ (pool.tokens - pool.ends)
+    def given(self, pool: Floats) -> Floats:
+        """The pseudo-responses after `pool` was seen, as a pool."""
+        ends, tokens = pool
+        log = self._belief + self._log_end @ ends + self._log_stay @ (tokens - ends)
         share = np.exp(log - log.max())
         share = (1 - _DOUBT) * share / share.sum() + _DOUBT * self._unseen
-        return Pool(share @ self._ends, share @ self._tokens)
+        return np.array([share @ self._ends, share @ self._tokens])
 
 
-def cumulative_hazard(pool: Pool) -> Floats:
+def cumulative_hazard(pool: Floats) -> Floats:
     """H = -log S at `EDGES`, float64 [BINS + 1]; linear in between."""
-    per_token = pool.ends / np.maximum(pool.tokens, 1e-300)
+    per_token = pool[0] / np.maximum(pool[1], 1e-300)
     per_token = np.minimum(per_token, 1 - _LOWEST_SURVIVAL)
     return np.append(0.0, np.cumsum(-np.log1p(-per_token) * np.diff(EDGES)))
 
@@ -176,25 +117,20 @@ class LengthModel:
     Pools this batch (finished and running responses), earlier batches (discounted) and a weak
     prior. Responses of one prompt count as any others do.
 
-    Args:
-        bound: the longest response, in tokens, that is possible.
-
     Attributes:
+        bound: the longest response, in tokens, that is possible.
         batches: batches learnt from, the current one not included.
         responses: finished responses learnt from.
+        history: the pool of earlier batches, discounted.
     """
 
     def __init__(self, bound: int) -> None:
-        if bound < 1:
-            raise ValueError(f"the longest response must have at least 1 token, got bound={bound}")
         self.bound = bound
         self.batches = 0
         self.responses = 0
-        self._history = Pool.empty()
-        self._prior = Prior(max(1.0, bound * _PRIOR_MEDIAN), _PRIOR_WEIGHT)
+        self.history = np.zeros((2, BINS))
+        self._prior = Prior(max(1.0, bound * _PRIOR_MEDIAN))
         self._start_batch()
-
-    # What happens
 
     def finished(self, length: int, complete: bool) -> None:
         """A response stopped with `length` tokens; not `complete` when it was cut short.
@@ -218,12 +154,10 @@ class LengthModel:
     def end_of_batch(self) -> None:
         """No response runs: this batch becomes history."""
         self._pool_stopped()
-        if self._batch.tokens.any():
-            self._history = self._history * _DISCOUNT + self._batch
+        if self._batch.any():
+            self.history = self.history * _DISCOUNT + self._batch
             self.batches += 1
         self._start_batch()
-
-    # What is predicted
 
     def sample(self, live: LiveRequests, futures: int) -> Ints:
         """Remaining tokens of each request in each of `futures` futures, int64 [n, futures].
@@ -233,8 +167,6 @@ class LengthModel:
         requests independent.
         The same draws are used throughout a batch, so predictions differ only by what was learnt.
         """
-        if not len(live):
-            return np.zeros((0, futures), np.int64)
         self._refresh()
         hazard, generated = self._hazard, live.num_output_tokens
         start = np.interp(generated, EDGES, hazard)
@@ -247,10 +179,8 @@ class LengthModel:
         np.clip(remaining, np.where(live.exact[:, None], room, 1), room, out=remaining)
         return remaining
 
-    # Inner workings
-
     def _start_batch(self) -> None:
-        self._batch = Pool.empty()
+        self._batch = np.zeros((2, BINS))
         self._stopped: list[tuple[int, bool]] = []  # of the batch, and not pooled yet
         self._running = np.zeros(0, np.int64)
         self._noise = np.zeros((0, 0))
@@ -262,7 +192,7 @@ class LengthModel:
             return
         none = np.zeros(len(self._running), np.bool_)
         self._pool_stopped()
-        pool = self._batch + Pool.of(self._running, none) + self._history
+        pool = self._batch + pool_of(self._running, none) + self.history
         pool = pool + self._prior.given(pool)
         self._hazard = cumulative_hazard(pool)
         self._fresh = True
@@ -270,7 +200,7 @@ class LengthModel:
     def _pool_stopped(self) -> None:
         if self._stopped:
             lengths, complete = (np.array(one) for one in zip(*self._stopped, strict=True))
-            self._batch += Pool.of(lengths, complete)
+            self._batch += pool_of(lengths, complete)
             self._stopped = []
 
     def _draws(self, requests: int, futures: int) -> Floats:
@@ -281,36 +211,3 @@ class LengthModel:
             random.permuted(strata, axis=1, out=strata)
             self._noise = -np.log1p(-(strata + random.random(strata.shape)) / futures)
         return self._noise[:requests]
-
-    # Persistence
-
-    def to_json(self) -> dict[str, Any]:
-        """What was learnt from earlier batches, as JSON values."""
-        return {
-            "format": _FORMAT,
-            "bound": self.bound,
-            "batches": self.batches,
-            "responses": self.responses,
-            "ends": self._history.ends.tolist(),
-            "tokens": self._history.tokens.tolist(),
-        }
-
-    @classmethod
-    def from_json(cls, data: Any, bound: int | None = None) -> LengthModel:
-        """The model that `to_json` described, for responses up to `bound` (default: the same).
-
-        Raises:
-            ValueError: it is not such a description.
-        """
-        try:
-            learnt = _Learnt.model_validate(data)
-        except ValidationError as error:
-            raise ValueError(first_problem(error)) from error
-        ends, tokens = np.array(learnt.ends, np.float64), np.array(learnt.tokens, np.float64)
-        if len(ends) != len(tokens) or (ends > tokens).any():
-            raise ValueError("ends: more responses ended than there are tokens")
-        model = cls(learnt.bound if bound is None else bound)
-        model.batches, model.responses = learnt.batches, learnt.responses
-        # A shorter grid is continued by this one.
-        model._history = Pool(*(np.pad(one, (0, BINS - len(one))) for one in (ends, tokens)))
-        return model

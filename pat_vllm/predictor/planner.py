@@ -30,7 +30,6 @@ from pat_vllm.speculation import Schedule
 
 _PREFILL_CHUNK = 512
 """Prompt tokens that a step is taken to compute where many wait."""
-
 StepSeconds = Callable[..., Floats]
 """Seconds of steps, by what `StepTimeModel.seconds` takes."""
 SwitchSeconds = Callable[[Layout, Layout, Floats, Floats], Floats]
@@ -47,9 +46,7 @@ class Plan:
         stay: without a switch now, but with those that pay later.
         go: by other layout: with a switch to it now, later ones included.
         cost: by other layout: of that switch, part of `go`.
-        step: by layout: of a decode step at the present number of live requests.
-        drafts: by layout: draft length by the number of requests in a replica's step, for all
-            numbers from 1 on that it may have.
+        outlook: what it is a plan of.
     """
 
     layout: Layout
@@ -57,8 +54,7 @@ class Plan:
     stay: float
     go: Mapping[Layout, float]
     cost: Mapping[Layout, float]
-    step: Mapping[Layout, float]
-    drafts: Mapping[Layout, Schedule]
+    outlook: Outlook
 
     @property
     def best(self) -> Layout:
@@ -69,29 +65,30 @@ class Plan:
 
 @dataclass(frozen=True)
 class Outlook:
-    """What a course takes in each layout, whichever the engine is in. Layouts go by their index.
+    """What a course takes in each layout, whichever the engine is in.
 
     Attributes:
         layouts: the engine's.
         seconds: that each group takes, [layout][group].
         switch: seconds of a switch when a group begins, [group][source][target].
-        step: as in `Plan`, [layout].
-        drafts: as in `Plan`.
+        step: seconds of a decode step at the present number of live requests, by layout.
+        drafts: by layout: draft length by the number of requests in a replica's step, for all
+            numbers from 1 on that it may have.
     """
 
     layouts: Sequence[Layout]
     seconds: Sequence[Sequence[float]]
     switch: Sequence[Sequence[Sequence[float]]]
-    step: Sequence[float]
+    step: Mapping[Layout, float]
     drafts: Mapping[Layout, Schedule]
 
     def hoped(self, layout: Layout, factor: float) -> Outlook:
         """The same, were a layout `factor` times as fast; switches take what they take."""
         at = self.layouts.index(layout)
-        seconds, step = list(self.seconds), list(self.step)
+        seconds = list(self.seconds)
         seconds[at] = [one / factor for one in seconds[at]]
-        step[at] /= factor
-        return replace(self, seconds=seconds, step=step)
+        step = self.step[layout] / factor
+        return replace(self, seconds=seconds, step={**self.step, layout: step})
 
     def plan(self, layout: Layout) -> Plan:
         """The best plan from `layout` on."""
@@ -110,8 +107,7 @@ class Outlook:
             stay=after[here],
             go={self.layouts[i]: cost[i] + after[i] for i in others},
             cost={self.layouts[i]: cost[i] for i in others},
-            step=dict(zip(self.layouts, self.step, strict=True)),
-            drafts=self.drafts,
+            outlook=self,
         )
 
 
@@ -135,7 +131,12 @@ class _Pace:
 
 
 class Planner:
-    """Finds the cheapest path of layouts and draft lengths."""
+    """Finds the cheapest path of layouts and draft lengths.
+
+    Args:
+        max_num_seqs: requests that a replica runs at once, by tp.
+        kv_tokens: tokens whose KV a replica's memory holds, by tp.
+    """
 
     def __init__(
         self,
@@ -146,12 +147,6 @@ class Planner:
         max_num_seqs: Mapping[int, int],
         kv_tokens: Mapping[int, int],
     ) -> None:
-        """Plan for an engine.
-
-        Args:
-            max_num_seqs: requests that a replica runs at once, by tp.
-            kv_tokens: tokens whose KV a replica's memory holds, by tp.
-        """
         self.layouts = tuple(layouts)
         self._step = step
         self._switch = switch
@@ -163,9 +158,7 @@ class Planner:
         return self._pace(layout, course, drafting).token
 
     def _pace(self, layout: Layout, course: Course, drafting: Drafting) -> _Pace:
-        """How fast a layout is.
-
-        Requests are taken to be spread evenly now; what a replica cannot hold at once waits, so
+        """Requests are taken to be spread evenly now; what a replica cannot hold at once waits, so
         that a token of each takes longer than a step. If it waits for KV, requests are preempted.
         """
         busy = np.minimum(layout.replicas, np.ceil(course.live))
@@ -238,7 +231,7 @@ class Planner:
             layouts=self.layouts,
             seconds=seconds.tolist(),
             switch=self._switch_seconds(course, paces),
-            step=[float(pace.step[-1]) for pace in paces],
+            step={one: float(p.step[-1]) for one, p in zip(self.layouts, paces, strict=True)},
             drafts={
                 one: _schedule(pace, self._max_num_seqs[one.tp])
                 for one, pace in zip(self.layouts, paces, strict=True)

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from pat_vllm.layout import Layout
-from pat_vllm.predictor.planner import Outlook, Plan
+from pat_vllm.predictor.planner import Plan
 
-PROBE_STEPS = 4
+_STEPS = 4
 _MOST_PROBES = 2
 """Probes of one layout."""
 _FACTOR = 2.0
@@ -36,7 +36,6 @@ class Prober:
         return self._steps_left > 0
 
     def stepped(self) -> None:
-        """A replica made a step."""
         self._steps_left = max(0, self._steps_left - 1)
 
     def stop(self) -> None:
@@ -44,39 +43,34 @@ class Prober:
         self._steps_left = 0
 
     def find(
-        self,
-        num_seqs: int,
-        outlook: Outlook,
-        plan: Plan,
-        seen: Mapping[Layout, int],
-        worked: float,
+        self, num_seqs: int, plan: Plan, seen: Mapping[Layout, int], worked: float
     ) -> tuple[Layout, Plan] | None:
         """Begin a probe if much may be gained by one and little lost.
 
         Args:
             num_seqs: live requests.
-            outlook: of the present batch.
-            plan: that follows from it, as far as is known.
             seen: steps that were compared with their prediction, by layout.
             worked: seconds that the engine has worked, of which probes may lose a share.
 
         Returns:
             The layout, and the plan in which it is as fast as one may hope; None for no probe.
         """
+        if seen.get(plan.layout, 0) < _STEPS:
+            return None
         for layout, cost in plan.cost.items():
             if self._made.get(layout, 0) >= _MOST_PROBES:
                 continue
-            if seen.get(layout, 0) >= 2 * PROBE_STEPS:
+            if seen.get(layout, 0) >= 2 * _STEPS:
                 continue
-            slower = plan.step[layout] - plan.step[plan.layout]
-            price = 2 * cost + PROBE_STEPS * max(0.0, slower)
+            slower = plan.outlook.step[layout] - plan.outlook.step[plan.layout]
+            price = 2 * cost + _STEPS * max(0.0, slower)
             if price >= _BUDGET * worked - self._spent:
                 continue
-            hoped = outlook.hoped(layout, _FACTOR).plan(plan.layout)
+            hoped = plan.outlook.hoped(layout, _FACTOR).plan(plan.layout)
             gain = hoped.never - hoped.go[layout]
             if hoped.best == layout and gain > _SAVING * hoped.never:
                 self._spent += price
                 self._made[layout] = self._made.get(layout, 0) + 1
-                self._steps_left = (1 + PROBE_STEPS) * min(layout.replicas, num_seqs)
+                self._steps_left = (1 + _STEPS) * min(layout.replicas, num_seqs)
                 return layout, hoped
         return None

@@ -8,17 +8,15 @@ of the model of step times.
 
 from __future__ import annotations
 
-import bisect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import numpy as np
 
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.course import Course, course
-from pat_vllm.predictor.planner import Outlook, Plan, Planner
+from pat_vllm.predictor.planner import Plan, Planner
 from pat_vllm.predictor.state import Ints, LiveRequests, LiveState
 from pat_vllm.reporting import BatchSavings, BatchTimes, Records, SwitchReport
 
@@ -81,13 +79,15 @@ class Stretch:
 
 
 class Savings:
-    """Adds up stretches; a record for each batch. One thread writes, `since` is for all."""
+    """Adds up stretches; a record for each batch. One thread writes, all may read `records`.
+
+    It is told of the same events as a `Policy`.
+    """
 
     def __init__(self, planner: Planner) -> None:
-        """For the batches that `planner` plans."""
         self._planner = planner
         self._base = planner.layouts[0]
-        self._records: Records[BatchSavings] = Records(MAX_BATCHES)
+        self.records: Records[BatchSavings] = Records(MAX_BATCHES)
         self._ended_tokens = 0
         self._start()
 
@@ -95,7 +95,7 @@ class Savings:
         self._predicted = _NOTHING
         self._most = 0
         self._open: Look | None = None
-        self._layout: Layout | None = None
+        self._layout = self._base
         self._stretches: list[Stretch] = []
         self._lengths: list[int] = []
         self._prescribed: list[int] = []
@@ -108,10 +108,7 @@ class Savings:
         self._arrivals = 0
         self._uncounted = False
 
-    # What happens
-
     def arrived(self) -> None:
-        """A request arrived."""
         self._arrivals += 1
 
     def finished(self, num_output_tokens: int) -> None:
@@ -124,32 +121,17 @@ class Savings:
         self._drafts |= length > 0
 
     def interrupted(self) -> None:
-        """Time passes in which no layout generates."""
         self._uncounted = True
 
     def switched(self, report: SwitchReport) -> None:
-        """The engine has switched."""
         self._layout = report.target
         self._stall += report.seconds - report.quiesce
         # A layout that was asked for holds, and nobody looks until the batch has ended.
         self._uncounted |= report.reason == "forced"
 
-    def planned(
-        self,
-        state: LiveState,
-        live: LiveRequests,
-        prompts: int,
-        remaining: Ints,
-        outlook: Outlook,
-        plan: Plan,
-    ) -> None:
-        """A plan was made.
-
-        Args:
-            prompts, remaining: for what is ahead of the requests: as in `Planner.outlook` and
-                `course`.
-            outlook, plan: what was expected and planned.
-        """
+    def planned(self, state: LiveState, live: LiveRequests, remaining: Ints, plan: Plan) -> None:
+        """A plan was made; `remaining` as in `course`."""
+        prompts = live.uncomputed
         # Nobody tells of the end of a response whose length was prescribed. What such responses
         # have left to generate tells as much.
         tokens = live.num_output_tokens.sum() - live.max_tokens[live.exact].sum()
@@ -164,20 +146,20 @@ class Savings:
             prompt=math.inf if live.exact.any() else float(live.num_prompt_tokens.mean()),
         )
         if self.look(look):
-            drafted = any(length for table in plan.drafts.values() for *_, length in table)
-            plain = outlook
+            plain, tables = plan.outlook, plan.outlook.drafts.values()
+            drafted = any(length for table in tables for *_, length in table)
             if drafted:
                 plain = self._planner.outlook(course(live, remaining), prompts=prompts)
             fixed, undrafted = plain.plan(self._base), plain.plan(state.layout)
             shortest = [min((one.stay, *one.go.values())) for one in (undrafted, plan)]
-            prescribed = live.max_tokens[live.exact].tolist()
-            self.predicted(BatchTimes(fixed.never, *shortest), prescribed)
+            self._predicted = BatchTimes(fixed.never, *shortest)
+            self._prescribed = live.max_tokens[live.exact].tolist()
 
     def look(self, now: Look) -> bool:
         """What a policy sees; ends a stretch and begins one.
 
         Returns:
-            Whether the batch has more requests than ever: time to call `predicted`.
+            Whether the batch has more requests than ever.
         """
         self._close(now)
         self._open, self._layout = now, now.layout
@@ -187,10 +169,6 @@ class Savings:
         more = now.num_seqs > self._most
         self._most = max(self._most, now.num_seqs)
         return more
-
-    def predicted(self, times: BatchTimes, prescribed: Sequence[int] = ()) -> None:
-        """What is expected of the batch, and the prescribed lengths of responses of it."""
-        self._predicted, self._prescribed = times, list(prescribed)
 
     def idle(self, at: float) -> None:
         """The batch ended at this time."""
@@ -209,20 +187,13 @@ class Savings:
                 others = [s for s in self._stretches if not s.counts]
                 self._stretches = others + in_step(counted, lengths)
             self._fold()
-            self._records.append(BatchSavings(at, self._base, self._predicted, self._times))
+            self.records.append(BatchSavings(at, self._base, self._predicted, self._times))
         self._start()
-
-    def since(self, at: float = -math.inf) -> tuple[BatchSavings, ...]:
-        """The batches that ended at this time or later, oldest first."""
-        return self._records.since(at)
-
-    # The arithmetic
 
     def _close(self, now: Look) -> None:
         """The open stretch ends."""
         begin = self._open
         if begin is not None:
-            assert self._layout is not None
             made = now.tokens - begin.tokens
             live = 0.5 * (begin.num_seqs + max(1, now.num_seqs))
             tokens = made / live
@@ -273,16 +244,15 @@ def in_step(stretches: Sequence[Stretch], lengths: Sequence[int]) -> list[Stretc
     With drafts they do not, and those that are left at the end are not the longest. Without, there
     are m live from where the next longer of `lengths` has ended until the m-th longest ends.
     """
-    made: dict[float, float] = {}
-    for one in stretches:
-        made[one.live] = made.get(one.live, 0.0) + one.tokens
-    lives = sorted(made)
-    needed = dict.fromkeys(lives, 0.0)
-    ordered = sorted(lengths, reverse=True)
-    for live, (longer, shorter) in enumerate(pairwise([*ordered, 0]), 1):
-        if lives and longer > shorter:
-            after = bisect.bisect_left(lives, live)
-            needed[min(lives[max(0, after - 1) : after + 1], key=lambda m: abs(m - live))] += (
-                longer - shorter
-            )
-    return [replace(s, tokens=s.tokens * needed[s.live] / made[s.live]) for s in stretches]
+    if not stretches:
+        return []
+    tokens = np.array([s.tokens for s in stretches], np.float64)
+    lives, place = np.unique([s.live for s in stretches], return_inverse=True)
+    ends = np.append(np.sort(lengths)[::-1], 0)
+    live = np.arange(1, len(ends))
+    above = np.minimum(lives.searchsorted(live), len(lives) - 1)
+    below = np.maximum(above - 1, 0)
+    nearest = np.where(live - lives[below] <= lives[above] - live, below, above)
+    needed = np.bincount(nearest, weights=ends[:-1] - ends[1:], minlength=len(lives))
+    tokens = tokens * needed[place] / np.bincount(place, weights=tokens)[place]
+    return [replace(s, tokens=one) for s, one in zip(stretches, tokens.tolist(), strict=True)]

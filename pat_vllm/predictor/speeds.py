@@ -18,22 +18,16 @@ from pat_vllm.predictor.state import Floats, LiveRequests
 
 _DEPENDENT = 4.0
 """Steps that are as good as one independent one, before anything shows how many are."""
-
 _PRIOR = 200.0
 """Steps of requests that this counts as."""
-
 _FEWEST = 4
 """Requests among which it is asked how unlike they are."""
-
 _KEPT = 0.5
 """Share of what earlier batches say about that, beside the next one."""
-
 _LEAST = 0.02
 """Fewest drafts that a step is expected to accept where requests are compared by them."""
-
 _SLOWEST, _FASTEST = 0.02, 5.0
 """Bounds of what is drawn."""
-
 _SEED = 0
 """Every time the same: looks differ by what was seen, not by luck."""
 
@@ -110,7 +104,6 @@ class Speeds:
         self._seen[1] = np.iinfo(np.int64).max // 2  # no step is new at the next look
 
     def end_of_batch(self) -> None:
-        """No request is left."""
         self._weight *= _KEPT
         self._variances *= _KEPT
         self._chance *= _KEPT

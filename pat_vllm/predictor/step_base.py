@@ -20,14 +20,11 @@ from pat_vllm.profiling.profile import StepSample
 KNEES = (64, 256, 1024)
 """Tokens from which computing may cost more per token: where a step that was bound by reading the
 weights becomes bound by arithmetic. Which of them matter, if any, the fit finds out."""
-
 _FLOOR = 0.05
 """Least constant, as a share of the fastest sample: no step is free."""
-
 _RIDGE = 0.03
 """Pull of every term but the constant towards 0, in shares of a step: decides only where the
 samples do not, so that a single sample makes a constant."""
-
 _WEAK_RIDGE = 2 * _RIDGE
 """The same for terms that samples of equal contexts can hardly tell from plainer ones."""
 
@@ -94,22 +91,19 @@ class StepBase:
             "drafting": drafting,
             "drafting_batch": drafting * batch,
             "busy": others,
-            "busy_batch": others * batch,
-            "busy_context": others * context,
-            "busy_prefill": others * prefill,
-            "busy_drafts": others * drafts,
         }
+        of_work = ("batch", "context", "prefill", "drafts")
+        shared = {f"busy_{name}": others * terms[name] for name in of_work}
         tokens = batch + prefill + drafts
-        terms |= {"experts": 1 - (1 - chosen) ** tokens} if chosen else {}
-        weak = {"longest", "busy_batch", "busy_context", "busy_prefill", "busy_drafts"}
+        terms |= shared | ({"experts": 1 - (1 - chosen) ** tokens} if chosen else {})
+        weak = {"longest", *shared}
         ridge = [0.0, *(_WEAK_RIDGE if name in weak else _RIDGE for name in terms)]
         ridge += [_WEAK_RIDGE] * len(KNEES)
         columns = [np.ones_like(seconds), *terms.values()]
-        # A slope that a single size shows is mostly its noise, and would be carried far out.
-        shown = [len({*tokens[tokens > knee]}) > 1 for knee in KNEES]
-        columns += [
-            np.maximum(tokens - knee, 0.0) * use for knee, use in zip(KNEES, shown, strict=True)
-        ]
+        for knee in KNEES:
+            above = np.maximum(tokens - knee, 0.0)
+            # A slope that a single size shows is mostly its noise, and would be carried far out.
+            columns.append(above * (len({*above[above > 0]}) > 1))
 
         floor = _FLOOR * seconds.min()
         relative = np.array(columns) / seconds  # [terms, samples]

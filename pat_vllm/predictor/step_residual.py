@@ -21,7 +21,6 @@ from pat_vllm.profiling.profile import StepSample
 
 LEAST_SAMPLES = 8
 """Decode samples of a layout from which on its residual is learned."""
-
 _FOLDS = 3
 
 _ROUNDS = 80
@@ -41,7 +40,6 @@ _LIGHTGBM = {
     "verbosity": -1,
 }
 """Small trees: a profile has tens to hundreds of samples, with about 2 % of noise."""
-
 _LEAST_SHARE = 0.1
 """What is left of a sample, at least, for the residual when the base's share for the longest
 context is taken off."""

@@ -13,8 +13,8 @@ them times are linear in the drafts.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -52,19 +52,13 @@ class Surface:
         values: float64 [kinds, busy, batch, context]; between kinds nothing is interpolated.
     """
 
-    def __init__(
-        self,
-        busy: Sequence[float],
-        batch: Sequence[float],
-        context: Sequence[float],
-        values: Floats,
-    ) -> None:
-        self._busy, self._last = list(busy), (batch[-1], context[-1])
-        self._inner_batch, self._inner_context = np.array(batch[1:-1]), np.array(context[1:-1])
-        self._inner = list(batch[1:-1]), list(context[1:-1])
+    def __init__(self, busy: list[int], batch: Floats, context: Floats, values: Floats) -> None:
+        self._busy, self._last = busy, (float(batch[-1]), float(context[-1]))
+        self._inner_batch, self._inner_context = batch[1:-1], context[1:-1]
+        self._inner = self._inner_batch.tolist(), self._inner_context.tolist()
         # Each cell has a polynomial: its corner (x, y), the value there, the
         # slopes along x and y, and that of their product. One gather then serves a point.
-        x, y = np.array(batch), np.array(context)
+        x, y = batch, context
         width, height = np.diff(x)[:, None], np.diff(y)[None, :]
         values = values.reshape(-1, *values.shape[-2:])
         corner = values[:, :-1, :-1]
@@ -130,17 +124,13 @@ class _LayoutModel:
     kinds: Ints
 
     def at(self, shape: StepShape) -> float:
-        """Seconds of one step."""
-        prefill, busy = shape.prefill, shape.busy
-        # Prompts are computed beside the drafts.
-        tokens = shape.batch + shape.drafts
-        extra: float = self.base.extra(tokens, shape.longest, prefill, busy)
+        """Seconds of one decode step."""
         none, every, drafts = self.kinds[:, min(shape.k, self.kinds.shape[1] - 1)].tolist()
-        seconds = self.grid.at(shape.batch, shape.context, busy, none)
+        seconds = self.grid.at(shape.batch, shape.context, shape.busy, none)
         if shape.drafts:
-            found = self.grid.at(shape.batch, shape.context, busy, every)
+            found = self.grid.at(shape.batch, shape.context, shape.busy, every)
             seconds += (found - seconds) * shape.drafts / (drafts * shape.batch)
-        return seconds + extra
+        return seconds + self.base.longest * shape.longest
 
     def many(self, batch: Any, context: Any, busy: Any, drafts: Any, k: Any) -> Floats:
         """Seconds of decode steps, but for what their longest contexts add."""
@@ -163,11 +153,6 @@ class StepTimeModel:
         self.fits = fits
         self._models = models
         self._correction = OnlineCorrection(models)
-
-    @property
-    def layouts(self) -> Collection[Layout]:
-        """Those of which it predicts steps."""
-        return self._models.keys()
 
     @classmethod
     def fit(cls, profile: Profile) -> StepTimeModel:
@@ -213,38 +198,32 @@ class StepTimeModel:
         if np.any(k):
             plain = model.many(batch, context, busy, 0, 0) + extra
             share = np.clip(1 - plain / predicted, 0.0, _MOST_DRAFTS)
-        return np.asarray(predicted * self._correction.factors(layout, np.asarray(batch), share))
+        return np.asarray(predicted * self._correction.factor(layout, np.asarray(batch), share))
 
     def step(self, layout: Layout, shape: StepShape) -> float:
         """Seconds of one step, as `seconds` gives them."""
-        predicted, drafts = self._uncorrected(layout, shape)
-        return predicted * self._correction.factor(layout, shape.batch, drafts)
+        return float(self.seconds(layout, *astuple(shape)))
 
-    def _uncorrected(self, layout: Layout, shape: StepShape) -> tuple[float, float]:
-        """Seconds without the online correction, and the share of them that drafts add."""
-        model = self._models[layout]
-        predicted = model.at(shape)
-        if not shape.k:
-            return predicted, 0.0
-        plain = model.at(replace(shape, drafts=0, k=0))
-        return predicted, min(max(1 - plain / predicted, 0.0), _MOST_DRAFTS)
-
-    def observe(self, layout: Layout, shape: StepShape, seconds: float) -> None:
+    def observe(self, layout: Layout, shape: StepShape, seconds: float) -> float | None:
         """Learn from a real step.
 
         Steps with prefill are left out: their time depends on how the prompts are cut, and they
-        are few.
-        """
-        if not self.comparable(layout, shape) or not seconds > 0:
-            return
-        predicted, drafts = self._uncorrected(layout, shape)
-        self._correction.observe(layout, shape.batch, seconds / predicted, drafts)
+        are few. So are steps with drafts where the profile has none.
 
-    def comparable(self, layout: Layout, shape: StepShape) -> bool:
-        """Whether the profile has steps of this kind, and a real one can be compared with them."""
+        Returns:
+            What was predicted before, seconds; None of a step that is left out.
+        """
         if shape.prefill or not shape.batch:
-            return False
-        return not (shape.drafts or shape.k) or self._models[layout].base.has_drafts
+            return None
+        model = self._models[layout]
+        if (shape.drafts or shape.k) and not model.base.has_drafts:
+            return None
+        predicted, drafts = model.at(shape), 0.0
+        if shape.k:
+            plain = model.at(replace(shape, drafts=0, k=0))
+            drafts = min(max(1 - plain / predicted, 0.0), _MOST_DRAFTS)
+        ratio = seconds / predicted
+        return predicted * self._correction.observe(layout, shape.batch, ratio, drafts)
 
     @property
     def correction_version(self) -> int:
@@ -256,11 +235,11 @@ def _compile(
     layout: Layout, base: StepBase, decodes: Sequence[StepSample], booster: Any
 ) -> _LayoutModel:
     """Evaluate base and residual on a grid."""
-    sizes = [s.batch for s in decodes]
-    means = [max(s.context, 1) / s.batch for s in decodes]
+    sizes, totals = [s.batch for s in decodes], [max(s.context, 1) for s in decodes]
+    means = [total / size for total, size in zip(totals, sizes, strict=True)]
     busy = sorted({1, layout.replicas, *(s.busy for s in decodes)})
-    batch = np.array(_batch_nodes(sizes))
-    context = np.array(_context_nodes(s.context for s in decodes))
+    batch = _nodes(sizes, _FAR_BATCH, 0, KNEES)
+    context = _nodes(totals, _FAR_CONTEXT, min(totals))
     # Without samples with drafts the base says what one for each request takes.
     lengths = sorted({s.k for s in decodes} - {0}) or [1]
     kinds = np.array([(0, 0), *((k, each) for k in lengths for each in (0, k))])
@@ -277,20 +256,14 @@ def _compile(
     nearest = abs(every[:, None] - np.array(lengths)).argmin(axis=1)
     of_length = np.array([1 + 2 * nearest, 2 + 2 * nearest, np.array(lengths)[nearest]])
     of_length[0, 0] = 0
-    return _LayoutModel(base, Surface(busy, batch.tolist(), context.tolist(), values), of_length)
+    return _LayoutModel(base, Surface(busy, batch, context, values), of_length)
 
 
-def _batch_nodes(profiled: Iterable[int]) -> list[float]:
-    """Nodes of the batch axis: profiled sizes, the base's knees, powers of two, 0 and far."""
-    sizes = sorted(profiled)
-    powers = [1 << i for i in range(sizes[-1].bit_length())]
-    far = [sizes[-1] * factor for factor in _FAR_BATCH]
-    return [float(one) for one in sorted({0, *sizes, *KNEES, *powers, *far})]
-
-
-def _context_nodes(profiled: Iterable[int]) -> list[float]:
-    """Nodes of the context axis, total tokens: the profiled ones, powers of two, 0 and far."""
-    totals = sorted(max(1, total) for total in profiled)
-    powers = [1 << i for i in range(totals[0].bit_length(), totals[-1].bit_length())]
-    far = [totals[-1] * factor for factor in _FAR_CONTEXT]
-    return [float(one) for one in sorted({0, *totals, *powers, *far})]
+def _nodes(
+    profiled: Collection[int], far: Sequence[int], least: int, more: Sequence[int] = ()
+) -> Floats:
+    """Nodes of an axis: 0, those profiled, powers of two above `least`, `more`, and far ones."""
+    most = max(profiled)
+    powers = [1 << i for i in range(most.bit_length()) if 1 << i > least]
+    every = {0, *profiled, *powers, *more, *(most * factor for factor in far)}
+    return np.array(sorted(every), np.float64)

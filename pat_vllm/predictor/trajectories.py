@@ -86,7 +86,6 @@ class Trajectories:
         return bool(self._gaps)
 
     def arrived(self, now: float, turn: Turn, num_prompt_tokens: int) -> None:
-        """A request has arrived."""
         if not turn.index:
             self._close()
             return
@@ -97,15 +96,15 @@ class Trajectories:
             before = self._late.pop(turn.trajectory, None)
             if before is None:
                 return
-            self._last[min(before.index, _MOST_TURNS - 1)] -= 1
+            self._last[before.index] -= 1
         self._gaps.append(now - before.since)
         self._appended.append(max(0, num_prompt_tokens - before.held))
-        self._followed[min(before.index, _MOST_TURNS - 1)] += 1
+        self._followed[before.index] += 1
 
     def ended(self, now: float, turn: Turn, num_tokens: int) -> None:
         """A request has ended, which held so many tokens. It may be continued."""
         self._waiting.pop(turn.trajectory, None)
-        self._waiting[turn.trajectory] = _Waiting(now, num_tokens, turn.index)
+        self._waiting[turn.trajectory] = _Waiting(now, num_tokens, min(turn.index, _MOST_TURNS - 1))
         self._give_up(now)
 
     def _give_up(self, now: float) -> None:
@@ -116,7 +115,7 @@ class Trajectories:
             if now - one.since <= limit and len(self._waiting) <= REMEMBERED_TURNS:
                 break
             self._late[first] = self._waiting.pop(first)
-            self._last[min(one.index, _MOST_TURNS - 1)] += 1
+            self._last[one.index] += 1
         while len(self._late) > REMEMBERED_TURNS:
             del self._late[next(iter(self._late))]
 
@@ -132,7 +131,7 @@ class Trajectories:
         """A new batch begins: what the last one left is not continued."""
         if self._left and self.go_on:
             for one in self._left.values():
-                self._last[min(one.index, _MOST_TURNS - 1)] += 1
+                self._last[one.index] += 1
             self._followed *= _KEPT
             self._last *= _KEPT
             self._late.clear()
@@ -158,7 +157,7 @@ class Trajectories:
 
     def _columns(self) -> tuple[Ints, Floats, Ints]:
         """Index, time since and tokens of what waits."""
-        rows = [(min(w.index, _MOST_TURNS - 1), w.since, w.held) for w in self._waiting.values()]
+        rows = [(w.index, w.since, w.held) for w in self._waiting.values()]
         index, since, held = np.array(rows, np.float64).reshape(-1, 3).T
         return index.astype(np.int64), since, held.astype(np.int64)
 

@@ -37,20 +37,13 @@ def cache_dir() -> Path:
 
 
 def cache_path(key: Mapping[str, Any]) -> Path:
-    """The file of the profile for a key.
-
-    Raises:
-        OSError: as `cache_dir`.
-    """
+    """The file of the profile for a key; raises as `cache_dir`."""
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
     return cache_dir() / "profiles" / f"{digest}.json"
 
 
 def find(key: Mapping[str, Any]) -> Profile | None:
-    """The cached profile for a key, if there is one.
-
-    A damaged file is reported and counts as missing, and so does another user's.
-    """
+    """The cached profile for a key. One that is damaged or another user's is reported: None."""
     try:
         path = cache_path(key)
         if not os.path.exists(path):
@@ -64,10 +57,7 @@ def find(key: Mapping[str, Any]) -> Profile | None:
 
 
 def keep(profile: Profile) -> Path | None:
-    """Save a profile in the cache, for this user alone.
-
-    Returns where, or None where that is not possible.
-    """
+    """Save a profile in the cache, for this user alone. Returns where, or None if it cannot."""
     try:
         path = cache_path(profile.key)
         cache_dir().mkdir(mode=0o700, parents=True, exist_ok=True)

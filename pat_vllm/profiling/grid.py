@@ -23,7 +23,6 @@ SHORT_CONTEXT = 64
 """Tokens of a context whose attention hardly costs anything."""
 LONGEST_PROMPT = 512
 """A longer prefill is made up of several prompts, as in a batch that arrives."""
-
 _MOST_STEPS = 16
 """Decode steps at a point; contexts grow by as much."""
 _LEAST_STEPS = 3
@@ -65,14 +64,10 @@ class EngineLimits:
         tokens, of_each = -(-most // size) * size, num_blocks(self.kinds, most, room=1)
         return {tp: blocks * tokens // of_each for tp, blocks in self.blocks.items()}
 
-    @property
-    def room(self) -> int:
-        """Decode steps for which a point's contexts leave room."""
-        return max(_LEAST_STEPS, min(_MOST_STEPS, self.max_model_len // 4))
-
     def room_for(self, drafts: int) -> int:
         """Tokens by which a context may grow at a point that verifies so many drafts of each."""
-        return self.room + _STEPS_IF_ALL_ACCEPTED * drafts
+        steps = max(_LEAST_STEPS, min(_MOST_STEPS, self.max_model_len // 4))
+        return steps + _STEPS_IF_ALL_ACCEPTED * drafts
 
     def longest_context(self, tp: int, batch: int, drafts: int = 0) -> int:
         """Most tokens that each of `batch` contexts may begin with; below 1 if they do not fit."""
@@ -95,7 +90,7 @@ class EngineLimits:
     def short(self) -> int:
         """The short context, tokens."""
         # A quarter of a small model's, so that there is a longer one to compare with.
-        return max(1, min(SHORT_CONTEXT, (self.max_model_len - self.room - 1) // 4))
+        return max(1, min(SHORT_CONTEXT, (self.max_model_len - self.room_for(0) - 1) // 4))
 
     def prompts(self, tokens: int) -> list[int]:
         """Lengths of the prompts that make up a prefill of `tokens` tokens."""
@@ -366,15 +361,17 @@ def _powers(most: int) -> list[int]:
     return [1 << k for k in range(most.bit_length())]
 
 
-def estimate(point: Point, known: Iterable[StepSample]) -> float:
+def estimate(
+    point: Point, known: Sequence[StepSample], switches: Iterable[SwitchSample] = ()
+) -> float:
     """Seconds that one step of a point, or its switch, may take: rather more than it will.
 
     Decode steps grow at most like the batch and the summed context, and do not get faster with
     more work, so each known step of the layout bounds the unknown one from above.
     """
     if isinstance(point, SwitchPoint):
-        return _ASSUMED_STEP
-    known = tuple(known)
+        # Some steps make the requests known; the switch itself is a small part of it.
+        return max((s.seconds for s in switches), default=_ASSUMED_STEP)
     prefills = [s for s in known if s.layout == point.layout and not s.batch]
     if not point.batch and prefills:
         return min(s.seconds * max(1.0, point.prefill / s.prefill) for s in prefills)

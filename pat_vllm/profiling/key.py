@@ -30,44 +30,21 @@ if TYPE_CHECKING:
 
     from pat_vllm.executor.messages import ResolvedKernels
 
-_SIZES = (
-    "num_hidden_layers",
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "vocab_size",
-    "tie_word_embeddings",
-    "hidden_act",
-    "num_experts",
-    "num_local_experts",
-    "n_routed_experts",
-    "num_experts_per_tok",
-    "moe_intermediate_size",
-    "shared_expert_intermediate_size",
-    "n_shared_experts",
-    "first_k_dense_replace",
-    "moe_layer_freq",
-    "kv_lora_rank",
-    "q_lora_rank",
-    "qk_nope_head_dim",
-    "qk_rope_head_dim",
-    "v_head_dim",
-)
+_SIZES = """
+    num_hidden_layers hidden_size intermediate_size num_attention_heads num_key_value_heads
+    head_dim vocab_size tie_word_embeddings hidden_act num_experts num_local_experts
+    n_routed_experts num_experts_per_tok moe_intermediate_size shared_expert_intermediate_size
+    n_shared_experts first_k_dense_replace moe_layer_freq kv_lora_rank q_lora_rank
+    qk_nope_head_dim qk_rope_head_dim v_head_dim
+    """.split()  # noqa: SIM905
 """What Hugging Face configs call the sizes of a decoder, and of its experts if it has any."""
 _THREADS = ("VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_NUM_OF_RESERVED_CPU", "OMP_NUM_THREADS")
 """Environment variables that place the ranks of a CPU engine on its cores."""
 _LIBRARIES = ("triton", "flashinfer-python", "flash-attn", "deep-gemm", "amd-aiter")
 """Distributions with kernels that vLLM takes where they are installed."""
-_COLLECTIVES = (
-    "NCCL_ALGO",
-    "NCCL_P2P_DISABLE",
-    "NCCL_P2P_LEVEL",
-    "NCCL_PROTO",
-    "NCCL_SHM_DISABLE",
-    "NCCL_NVLS_ENABLE",
-)
+_COLLECTIVES = """
+    NCCL_ALGO NCCL_P2P_DISABLE NCCL_P2P_LEVEL NCCL_PROTO NCCL_SHM_DISABLE NCCL_NVLS_ENABLE
+    """.split()  # noqa: SIM905
 """Environment variables that change how fast ranks exchange activations."""
 _KERNEL_WORDS = frozenset(
     """

@@ -15,15 +15,21 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
+from pat_vllm.config import layouts_of
+from pat_vllm.layer_sizes import routing_of
 from pat_vllm.layout import Layout
+from pat_vllm.limits import limits_by_tp
 from pat_vllm.profiling import cache as profile_cache
-from pat_vllm.profiling.grid import POINTS, Plan
-from pat_vllm.profiling.header import engine_limits, profile_header
+from pat_vllm.profiling.grid import POINTS, EngineLimits, Plan
+from pat_vllm.profiling.key import by_name, profile_key, title
 from pat_vllm.profiling.profile import Profile
 from pat_vllm.profiling.quality import REMEDY, problems
-from pat_vllm.profiling.runner import profile_engine
+from pat_vllm.profiling.runner import Profiler
+from pat_vllm.worker.layout_config import block_ratio, kinds_of, lengths_of
+from pat_vllm.worker.synthetic import FIRST_BLOCK
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from pat_vllm.executor.executor import PATExecutorMixin
@@ -43,7 +49,7 @@ def load_or_measure(
         kv_cache_config: the base layout's.
         path: a profile that the user named. None takes the cached one, or measures; what is
             measured is cached, unless it is noisy or incomplete (`quality.problems`).
-        seconds_to_make: see `profile_engine`.
+        seconds_to_make: see `Profiler`.
 
     Returns:
         The profile, with this engine's KV memory (which may differ a little from start to start).
@@ -75,12 +81,12 @@ def _measure_at_start(
 ) -> Profile:
     begun = time.perf_counter()
     plan = _plan(executor, kv_cache_config, quick=True)
-    samples = profile_engine(executor, plan, seconds_to_make)
+    samples = Profiler(executor, plan, seconds_to_make).run()
     profile = Profile(
         **header,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        steps=samples.steps,
-        switches=samples.switches,
+        steps=tuple(samples.steps),
+        switches=tuple(samples.switches),
         note="quick profile at an engine's start",
     )
     found = problems(profile.steps, samples.skipped, len(plan.points))
@@ -107,10 +113,7 @@ def _measure_at_start(
 def describe(
     executor: PATExecutorMixin, kv_cache_config: KVCacheConfig, quick: bool
 ) -> dict[str, Any]:
-    """What to measure of an engine, as plain values.
-
-    Args:
-        quick: of the quick plan; otherwise of the full one.
+    """What to measure of an engine, by the quick plan or the full one, as plain values.
 
     Returns:
         The profile's `header`, the plan's `points`, and how many of the first are `essential`.
@@ -135,7 +138,7 @@ def measure(
 
     Args:
         quick: with the quick plan's patience; otherwise with the full one's.
-        switch_id, seconds_to_make: see `profile_engine`.
+        switch_id, seconds_to_make: see `Profiler`.
 
     Returns:
         The `steps` and `switches` measured.
@@ -143,7 +146,7 @@ def measure(
     chosen = tuple(POINTS.validate_python(points))
     plan = replace(_plan(executor, kv_cache_config, quick), points=chosen, essential=len(chosen))
     try:
-        samples = profile_engine(executor, plan, seconds_to_make, switch_id)
+        samples = Profiler(executor, plan, seconds_to_make, switch_id).run()
     except Exception as error:
         executor.fail(error)  # the workers may be in any layout
         raise
@@ -155,3 +158,59 @@ def measure(
 
 def _plan(executor: PATExecutorMixin, kv_cache_config: KVCacheConfig, quick: bool) -> Plan:
     return Plan.of(engine_limits(executor.vllm_config, kv_cache_config), quick=quick)
+
+
+def engine_limits(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> EngineLimits:
+    """What an engine can be asked to do; `kv_cache_config` is the base layout's."""
+    layouts = layouts_of(vllm_config)
+    limits, model = limits_by_tp(vllm_config), vllm_config.model_config
+    assert model is not None
+    kinds = kinds_of(kv_cache_config, layouts[0], model.get_total_num_kv_heads())
+    return EngineLimits(
+        layouts=layouts,
+        max_num_seqs={tp: one.max_num_seqs for tp, one in limits.items()},
+        max_batch_tokens={tp: one.max_num_batched_tokens for tp, one in limits.items()},
+        max_model_len=model.max_model_len,
+        kinds=kinds,
+        blocks={
+            layout.tp: kv_cache_config.num_blocks * block_ratio(layout, layouts[0], kinds)
+            - FIRST_BLOCK
+            for layout in layouts
+        },
+        draft_lengths=_draft_lengths(vllm_config),
+        misses=not vllm_config.use_v2_model_runner,
+    )
+
+
+def _draft_lengths(vllm_config: VllmConfig) -> tuple[int, ...]:
+    """Those to measure. None with "ngram_gpu" on Model Runner V1: before a step it drops the drafts
+    that it did not find itself, so that it cannot be told how many to verify."""
+    config = vllm_config.speculative_config
+    if config is None or (config.use_ngram_gpu() and not vllm_config.use_v2_model_runner):
+        return ()
+    return tuple(length for length in lengths_of(config) if length)
+
+
+def profile_header(executor: PATExecutorMixin, kv_cache_config: KVCacheConfig) -> dict[str, Any]:
+    """The fields of a `Profile` that describe its engine, as JSON values.
+
+    What is sent to a front end compares equal to what is read from a file.
+    """
+    vllm_config = executor.vllm_config
+    limits = engine_limits(vllm_config, kv_cache_config)
+    key = profile_key(vllm_config, executor.resolved_kernels())
+    base = limits.layouts[0]
+    assert vllm_config.model_config is not None
+    routing = routing_of(vllm_config.model_config.hf_text_config.to_dict())
+    return {
+        "kind": "measured",
+        "title": title(key),
+        "key": key,
+        "ranks": base.world_size,
+        "layouts": [str(layout) for layout in limits.layouts],
+        "max_num_seqs": by_name(limits.max_num_seqs),
+        "max_batch_tokens": by_name(limits.max_batch_tokens),
+        "kv_tokens": by_name(limits.kv_tokens),
+        "kv_bytes_per_token": sum(kind.token_bytes for kind in limits.kinds),
+        "experts": routing and list(routing),
+    }

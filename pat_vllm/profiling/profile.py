@@ -22,10 +22,8 @@ from pat_vllm.reporting.values import LayoutByName
 
 MOST_TIMES = 16
 """Repeats of a step whose times a sample keeps, so that files stay small."""
-
 _MOST = 2**53
 """So that sums of counts are exact, and none is too large for an array."""
-
 Seconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 Part = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0, le=_MOST)]
@@ -90,15 +88,7 @@ class StepSample(StrictModel):
     @property
     def shape(self) -> StepShape:
         """The step's features."""
-        return StepShape(
-            self.batch,
-            self.context,
-            self.longest,
-            self.prefill,
-            self.busy,
-            self.drafts,
-            self.k,
-        )
+        return StepShape(*(getattr(self, name) for name in StepShape.__slots__))
 
     @classmethod
     def of(cls, layout: Layout, shape: StepShape, times: Sequence[float]) -> StepSample:
@@ -207,10 +197,8 @@ class Profile(StrictModel):
         return per_token / count
 
     def save(self, path: Path, *, private: bool = False) -> None:
-        """Write the file, whole or not at all; directories are made.
-
-        Args:
-            private: nobody but the user may read it.
+        """Write the file, whole or not at all; directories are made. If `private`, nobody but the
+        user may read it.
 
         Raises:
             OSError: it cannot be written.
@@ -221,10 +209,7 @@ class Profile(StrictModel):
 
     @classmethod
     def load(cls, path: Path, *, own: bool = False) -> Profile:
-        """Read a file.
-
-        Args:
-            own: it has to be this user's.
+        """Read a file, which has to be this user's if `own`.
 
         Raises:
             ProfileError: it is missing, or no profile.

@@ -13,7 +13,6 @@ MOST_UNSETTLED = 0.2
 """Share of a profile's steps that may be unsettled."""
 MOST_LEFT_OUT = 0.25
 """Share of a plan's points that may be left out."""
-
 REMEDY = (
     "Let nothing else run on the engine's devices and cores while it is measured, or measure with "
     "more time: `pat-vllm profile MODEL --budget SECONDS --output FILE` with the engine's options, "
@@ -33,10 +32,7 @@ def spread(times: Sequence[float]) -> float:
 
 
 def unsettled(sample: StepSample) -> bool:
-    """Whether a step's repeats differ so much that their median says little.
-
-    A few outliers do not count, as they do not change the median either.
-    """
+    """Whether a step's repeats differ so much that their median says little."""
     return spread(sample.times) > UNSETTLED
 
 
@@ -52,12 +48,8 @@ def becomes_complete(measured: int, skipped: int, planned: int) -> bool:
 
 
 def problems(steps: Sequence[StepSample], left_out: int = 0, planned: int = 0) -> list[str]:
-    """What makes a profile a bad base for decisions, with figures; empty if nothing does.
-
-    Args:
-        left_out: points that were not measured for want of time.
-        planned: points of the plan.
-    """
+    """What makes a profile a bad base for decisions, with figures; empty if nothing does. Of its
+    plan's points so many were `left_out` for want of time."""
     found = []
     noisy = [sample for sample in steps if unsettled(sample)]
     if len(noisy) > MOST_UNSETTLED * len(steps):

@@ -12,7 +12,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -22,7 +22,7 @@ from pat_vllm.kinds import NULL_BLOCK
 from pat_vllm.kv_transfer.plan import RequestBlocks, plan_moves
 from pat_vllm.layout import Layout
 from pat_vllm.profiling import quality
-from pat_vllm.profiling.grid import Plan, Point, StepPoint, SwitchPoint, estimate
+from pat_vllm.profiling.grid import Plan, StepPoint, SwitchPoint, estimate
 from pat_vllm.profiling.profile import StepSample, StepShape, SwitchSample
 from pat_vllm.profiling.stream import Stream
 from pat_vllm.routing import Placed, spread
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
 _Allotted = dict[int, list[SyntheticRequest]]
 """Synthetic requests by replica."""
-
 _LEAST_TIMES = 3
 """Step times, over all replicas, below which a point is never left."""
 _UNSETTLED = 2
@@ -50,45 +49,26 @@ _STEPS_OF_A_POINT = 5
 """Steps that an expensive point takes: the unsettled ones, and as many as it needs."""
 
 
-@dataclass(frozen=True)
-class Samples:
-    """What was measured.
-
-    Attributes:
-        skipped: points that were left out for want of time.
-    """
-
-    steps: tuple[StepSample, ...]
-    switches: tuple[SwitchSample, ...]
-    skipped: int
-
-
-def profile_engine(
-    executor: PATExecutorMixin,
-    plan: Plan,
-    seconds_to_make: Callable[[Layout], float],
-    switch_id: int = 0,
-) -> Samples:
-    """Measure the points of a plan, as far as its budget reaches.
+class Profiler:
+    """Measures the points of a plan, as far as its budget reaches.
 
     No request may be live and no step in flight. The KV memory is overwritten, so that no prefix
     cache may rest on it. Afterwards the workers are in the layout in which they were, know of no
     request, and sample on as after the switch number `switch_id`.
 
-    Args:
-        seconds_to_make: what making a layout's schedulers takes, as in every switch.
+    Attributes:
+        steps, switches: what was measured.
+        skipped: points that were left out for want of time.
     """
-    return _Profiler(executor, plan, seconds_to_make, switch_id).run()
 
-
-class _Profiler:
     def __init__(
         self,
         executor: PATExecutorMixin,
         plan: Plan,
         seconds_to_make: Callable[[Layout], float],
-        switch_id: int,
+        switch_id: int = 0,
     ) -> None:
+        """`seconds_to_make`: what making a layout's schedulers takes, as in every switch."""
         config = executor.vllm_config
         assert config.model_config is not None
         self._executor = executor
@@ -99,33 +79,31 @@ class _Profiler:
         self._depth = 2 if config.scheduler_config.async_scheduling else 1
         self._seconds_to_make = functools.cache(seconds_to_make)
         self._numbers = itertools.count()
-        self._steps: list[StepSample] = []
-        self._switches: list[SwitchSample] = []
+        self.steps: list[StepSample] = []
+        self.switches: list[SwitchSample] = []
+        self.skipped = 0
 
-    def run(self) -> Samples:
+    def run(self) -> Profiler:
+        """Measure; returns this object."""
         home, plan = self._executor.layout, self._plan
         started = time.perf_counter()
-        skipped = 0
         # An engine in its caller's process may not have told the workers yet who finished last.
         self._go(home)
         for done, point in enumerate(plan.points):
             left = plan.budget - (time.perf_counter() - started)
-            if quality.becomes_complete(done - skipped, skipped, len(plan.points)):
+            if quality.becomes_complete(done - self.skipped, self.skipped, len(plan.points)):
                 left += plan.overtime
-            if done >= plan.essential and _STEPS_OF_A_POINT * self._expected(point) > left:
-                skipped += 1
+            if (
+                done >= plan.essential
+                and _STEPS_OF_A_POINT * estimate(point, self.steps, self.switches) > left
+            ):
+                self.skipped += 1
             elif isinstance(point, StepPoint):
                 self._measure_step(point, min(plan.patience, max(0.0, left)))
             else:
                 self._measure_switch(point)
         self._go(home)
-        return Samples(tuple(self._steps), tuple(self._switches), skipped)
-
-    def _expected(self, point: Point) -> float:
-        if isinstance(point, SwitchPoint) and self._switches:
-            # Some steps make the requests known; the switch itself is a small part of it.
-            return max(s.seconds for s in self._switches)
-        return estimate(point, self._steps)
+        return self
 
     def _prefix(self) -> str:
         """Of request ids that were not used before."""
@@ -154,7 +132,7 @@ class _Profiler:
             drafts=point.batch * point.drafts,
             k=point.k,
         )
-        self._steps.append(StepSample.of(point.layout, shape, times))
+        self.steps.append(StepSample.of(point.layout, shape, times))
 
     def _cadence(
         self, streams: dict[int, Stream], patience: float
@@ -167,28 +145,24 @@ class _Profiler:
         sizes: list[tuple[int, int]] = []
         counted = dict.fromkeys(streams, 0)
         finished_at: dict[int, float] = {}
-        in_flight = dict.fromkeys(streams, 0)
         started = time.perf_counter()
         enough = False
         while True:
             ready = {
                 replica: stream.next()
                 for replica, stream in streams.items()
-                if not enough and in_flight[replica] < self._depth
+                if not enough and len(stream.in_flight) < self._depth
             }
-            for replica in ready:
-                in_flight[replica] += 1
-            if not any(in_flight.values()):
+            if not any(stream.in_flight for stream in streams.values()):
                 break
             self._executor.execute_model(PATSchedulerOutput.of(ready, in_flight=True))
             pending = self._executor.sample_tokens(None, non_block=True)
-            if ready and max(in_flight[replica] for replica in ready) < self._depth:
+            if ready and max(len(streams[one].in_flight) for one in ready) < self._depth:
                 continue  # as vLLM's loop fills its queue before it waits
             results = pending.result()
             now = time.perf_counter()
             for result in results:
                 replica = result.replica
-                in_flight[replica] -= 1
                 before = finished_at.get(replica)
                 finished_at[replica] = now
                 steps = streams[replica].finished(result.output)
@@ -246,8 +220,6 @@ class _Profiler:
         ]
         before = self._allot(requests, {r.request_id: r.replica for r in requests}, source)
         after = self._allot(requests, spread(requests, source, target), target)
-        if before is None or after is None:
-            return
         # A step makes the requests known to the workers, whose state of them travels too.
         self._send(
             {
@@ -278,7 +250,7 @@ class _Profiler:
             SwitchCommand(self._switch_id, source, target, moves, placement)
         )
         seconds = time.perf_counter() - begun + made
-        self._switches.append(
+        self.switches.append(
             SwitchSample(
                 source=source,
                 target=target,
@@ -293,20 +265,18 @@ class _Profiler:
 
     def _allot(
         self, requests: Sequence[Placed], placement: Mapping[str, int], layout: Layout
-    ) -> _Allotted | None:
-        """Requests that decode, with blocks in their replicas; None where memory is too small."""
+    ) -> _Allotted:
+        """Requests that decode, with blocks in their replicas."""
+        limits = self._plan.limits
         allotted: _Allotted = {}
-        for replica in range(layout.replicas):
+        for replica in sorted({*placement.values()}):
             mine = [r for r in requests if placement[r.request_id] == replica]
-            made = make_requests(
-                "", [r.context for r in mine], 1, self._plan.limits.kinds, decoding=True
-            )
-            if next_block(made) - FIRST_BLOCK > self._plan.limits.blocks[layout.tp]:
-                return None
+            made = make_requests("", [r.context for r in mine], 1, limits.kinds, decoding=True)
+            assert next_block(made) - FIRST_BLOCK <= limits.blocks[layout.tp]  # by the plan
             allotted[replica] = [
                 replace(one, request_id=r.request_id) for one, r in zip(made, mine, strict=True)
             ]
-        return {replica: mine for replica, mine in allotted.items() if mine}
+        return allotted
 
 
 def _request_blocks(before: _Allotted, after: _Allotted) -> Iterator[RequestBlocks]:

@@ -33,6 +33,7 @@ class Stream:
     what is found is not verified.
 
     Attributes:
+        in_flight: of each step in flight: drafts of each request that it verifies.
         sizes: of each step sent: tokens of the contexts, summed, and of the longest one, as
             `StepShape` has them.
     """
@@ -55,7 +56,7 @@ class Stream:
             vocabulary=vocabulary if point.k and not point.hits else 0,
         )
         self._generated = {one.request_id: 0 for one in self._decoding}
-        self._in_flight: deque[int] = deque()
+        self.in_flight: deque[int] = deque()
         self._prefilled: list[SyntheticRequest] = []
         self._sent = 0
         self._results = 0
@@ -84,7 +85,7 @@ class Stream:
         # All that it may generate; what is refused is taken back when the step has finished.
         for request_id in self._generated:
             self._generated[request_id] += 1 + drafts
-        self._in_flight.append(drafts)
+        self.in_flight.append(drafts)
         step.num_spec_tokens_to_schedule = self._point.k
         step.finished_req_ids = {one.request_id for one in self._prefilled}
         self._prefilled = make_requests(
@@ -102,7 +103,7 @@ class Stream:
 
     def finished(self, output: ModelRunnerOutput) -> int:
         """Count a finished step, and what it generated; returns how many steps there were."""
-        if drafts := self._in_flight.popleft():
+        if drafts := self.in_flight.popleft():
             for request_id, sampled in zip(output.req_ids, output.sampled_token_ids, strict=True):
                 if request_id in self._generated:
                     self._generated[request_id] -= 1 + drafts - len(sampled)

@@ -10,7 +10,7 @@ from pat_vllm.drafts.history_file import HistoryFile
 from pat_vllm.executor.executor import executor_of
 from pat_vllm.limits import limits_by_tp
 from pat_vllm.metrics.updates import Updates
-from pat_vllm.predictor.cost import CarryRates, CostModel
+from pat_vllm.predictor.cost import CostModel
 from pat_vllm.profiling.load import load_or_measure
 from pat_vllm.reporting import History
 from pat_vllm.scheduler.draft_rows import DraftRows
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from pat_vllm.executor.executor import PATExecutorMixin
+    from pat_vllm.layout import Layout
 
 
 def build(
@@ -45,7 +46,7 @@ def build(
     executor = executor_of(vllm_config)
     factory = ReplicaFactory(vllm_config, layouts[0], kv_cache_config, log_stats=log_stats, **stock)
     kv_bytes = sum(kind.token_bytes for kind in factory.kinds)
-    costs = CostModel(config.kv_transfer, _carry_rates(executor, kv_bytes), factory.kinds)
+    costs = CostModel(config.kv_transfer, *_carry_rates(executor, kv_bytes), factory.kinds)
     assert vllm_config.model_config is not None
     max_model_len = vllm_config.model_config.max_model_len
     policy = make_policy(
@@ -95,8 +96,8 @@ def _draft_rows(vllm_config: VllmConfig) -> DraftRows:
     )
 
 
-def _carry_rates(executor: PATExecutorMixin, kv_bytes: int) -> CarryRates:
-    """What the workers measured at start. `kv_bytes` is of a token."""
+def _carry_rates(executor: PATExecutorMixin, kv_bytes: int) -> tuple[float, dict[Layout, float]]:
+    """What the workers measured at start, as `CostModel` has it. `kv_bytes` is of a token."""
     rates = executor.transfer_rates()
     recompute = {layout: 1 / one for layout, one in rates.prefill_rate.items()}
-    return CarryRates(kv_bytes / rates.bandwidth, recompute)
+    return kv_bytes / rates.bandwidth, recompute

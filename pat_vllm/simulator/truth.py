@@ -72,7 +72,7 @@ class ReplayedTruth:
                     _DecodeTimes([s for s in of_k if s.drafts]),
                 )
             self._prefill[layout] = _PrefillTimes([s for s in samples if not s.batch])
-        self._switches = CostModel.of(profile, mode="migrate")
+        self._switches = CostModel("migrate").fit(profile)
         self._noise = _Noise(noise, seed) if noise is not None else None
 
     def step_seconds(self, layout: Layout, shape: StepShape, now: float, steps: int = 1) -> float:
@@ -205,7 +205,7 @@ class _Noise:
         ]
         draws = np.random.default_rng(seed).choice(ratios, _STREAM)
         self._sums: list[float] = [0.0, *draws.cumsum().tolist()]
-        costs = CostModel.of(profile, mode="migrate")
+        costs = CostModel("migrate").fit(profile)
         self._of_switches = [1.0]
         for one in profile.switches:
             expected = float(costs.seconds(one.source, one.target, one.num_seqs, one.tokens))

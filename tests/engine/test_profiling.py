@@ -8,6 +8,7 @@ from dataclasses import replace
 from io import StringIO
 from itertools import permutations
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,9 +20,8 @@ from pat_vllm.layout import Layout
 from pat_vllm.profiling import cache as profile_cache
 from pat_vllm.profiling import load, quality
 from pat_vllm.profiling.grid import POINTS, Plan, StepPoint
-from pat_vllm.profiling.header import engine_limits
 from pat_vllm.profiling.profile import Profile, ProfileError
-from pat_vllm.profiling.runner import Samples, profile_engine
+from pat_vllm.profiling.runner import Profiler
 from pat_vllm.profiling.stream import Stream
 from tests.engine.specs import DENSE, DRAFTS
 from tests.engine.speculation.batch import batch
@@ -56,7 +56,7 @@ def known_requests(worker: Any) -> int:
 
 def quick_plan(llm: Any) -> Plan:
     config, kv_cache_config = llm.llm_engine.vllm_config, scheduler_of(llm).kv_cache_config
-    return Plan.of(engine_limits(config, kv_cache_config), quick=True)
+    return Plan.of(load.engine_limits(config, kv_cache_config), quick=True)
 
 
 def test_the_command_takes_a_profile_and_leaves_no_trace(
@@ -110,11 +110,11 @@ def test_a_slow_engine_takes_longer_rather_than_a_profile_that_is_not_kept(llm: 
     assert samples.skipped == int(quality.MOST_LEFT_OUT * len(plan.points))
 
 
-def measured(llm: Any, plan: Plan) -> Samples:
+def measured(llm: Any, plan: Plan) -> Profiler:
     """What the idle engine measures of a plan."""
     active = scheduler_of(llm).replica_set
     active.drain()
-    samples = profile_engine(active.executor, plan, active.factory.seconds_to_make)
+    samples = Profiler(active.executor, plan, active.factory.seconds_to_make).run()
     scheduler_of(llm).reset_prefix_cache()
     return samples
 
@@ -138,13 +138,13 @@ def test_a_profile_is_loaded_or_measured(
     monkeypatch.setenv("PAT_CACHE_DIR", str(tmp_path / "cache"))
     scheduler = scheduler_of(llm)
     measured: list[Any] = []
-    samples = Samples((step(ONE), step(TWO)), (), 0)
+    samples = SimpleNamespace(steps=(step(ONE), step(TWO)), switches=(), skipped=0)
 
-    def measure(*args: Any) -> Samples:
-        measured.append(args)
+    def measure(profiler: Profiler) -> SimpleNamespace:
+        measured.append(profiler)
         return samples
 
-    monkeypatch.setattr(load, "profile_engine", measure)
+    monkeypatch.setattr(load.Profiler, "run", measure)
     warnings: list[str] = []
     monkeypatch.setattr(load.logger, "warning", lambda text, *rest: warnings.append(text % rest))
 
@@ -158,10 +158,11 @@ def test_a_profile_is_loaded_or_measured(
 
     # What is noisy or incomplete is told, and not kept.
     good, noisy = samples, step(ONE, times=NOISY, low=0.003, high=0.089)
-    for samples, problem in (
-        (replace(good, steps=(noisy, step(TWO))), "noisy: in 1 of 2 steps"),
-        (replace(good, skipped=34), "incomplete: 34 of"),
+    for changed, problem in (
+        ({"steps": (noisy, step(TWO))}, "noisy: in 1 of 2 steps"),
+        ({"skipped": 34}, "incomplete: 34 of"),
     ):
+        samples = SimpleNamespace(**vars(good) | changed)
         made = get()
         assert made.steps == samples.steps and profile_cache.find(made.key) is None
         told = warnings.pop()

@@ -81,7 +81,7 @@ class ClairvoyantPolicy(Policy):
         outlook = self._planner.outlook(ahead, prompts=int(missing.sum()), drafting=drafting)
         plan = outlook.plan(state.layout)
         if drafting is not PLAIN:
-            self.drafts = plan.drafts
+            self.drafts = outlook.drafts
         return plan.best
 
     def idle(self, now: float) -> None:

@@ -23,6 +23,6 @@ def held_out_error(profile: Profile) -> dict[Layout, Floats]:
     for held, kept in step_folds(profile.steps, 5, seed=0):
         model = StepTimeModel.fit(profile.model_copy(update={"steps": tuple(kept)}))
         for s in held:
-            if s.layout in model.layouts and not s.prefill:
+            if s.layout in model.fits and not s.prefill:
                 errors[s.layout].append(abs(model.step(s.layout, s.shape) / s.seconds - 1))
     return {layout: np.array(errors[layout]) for layout in sorted(errors)}

@@ -8,14 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pat_vllm.advice.options import AdviseOptions
-from pat_vllm.advice.replay import PLANNED, Config, Task, replay_chain
-from pat_vllm.advice.rollouts import rollouts_of
 from pat_vllm.layout import Layout
-from pat_vllm.predictor import correction as correction_module
 from pat_vllm.predictor.correction import OnlineCorrection
-from pat_vllm.profiling.profile import StepShape
-from pat_vllm.simulator.truth import ReplayedTruth
+from pat_vllm.predictor.step_time import StepTimeModel
+from pat_vllm.simulator.modelled.hardware import modelled_profile
+from tests.unit.predictor.examples import decode
 
 ONE, OTHER = Layout(1, 2), Layout(2, 1)
 BATCH = 32
@@ -47,14 +44,6 @@ def test_drafts_are_told_from_the_machine(plain: float, dearer: float) -> None:
         assert drafted == pytest.approx(0.65 + 0.35 * dearer, rel=0.1)
 
 
-def test_many_steps_at_once_are_as_one() -> None:
-    correction = OnlineCorrection([ONE])
-    learn(correction, 50, 2.0, 2.0, lambda: 0.3)
-    batches, shares = np.array([1.0, 7.0, 64.0]), np.array([0.0, 0.3, 0.6])
-    each = [correction.factor(ONE, *some) for some in zip(batches, shares, strict=True)]
-    assert correction.factors(ONE, batches, shares) == pytest.approx(each)
-
-
 def test_a_machine_that_slows_down_while_all_steps_have_drafts() -> None:
     correction = OnlineCorrection([ONE])
     shares = iter(np.random.default_rng(0).uniform(0.2, 0.5, 400).tolist())
@@ -62,6 +51,8 @@ def test_a_machine_that_slows_down_while_all_steps_have_drafts() -> None:
     learn(correction, 200, 1.0, 1.0, lambda: next(shares))
     learn(correction, 200, 2.0, 1.0, lambda: next(shares))
     assert correction.factor(ONE, BATCH) == pytest.approx(2.0, rel=0.15)
+    before = float(correction.factor(ONE, 7, 0.3))
+    assert correction.observe(ONE, 7, 1.0, 0.3) == pytest.approx(before)
 
 
 def test_steps_without_drafts_tell_nothing_of_them() -> None:
@@ -74,25 +65,18 @@ def test_steps_without_drafts_tell_nothing_of_them() -> None:
     assert before > 1.2 and after == pytest.approx(before, rel=0.05)
 
 
-def test_batches_whose_drafts_are_dear_take_less_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four times what the profile says; simulated on a modelled one."""
-    rollouts = rollouts_of(
-        AdviseOptions("qwen3-14b", "H100", 8, responses=128, acceptance=0.3, iterations=2)
-    )
-    of_profile = ReplayedTruth.step_seconds
-
-    def dear(
-        self: ReplayedTruth, layout: Layout, shape: StepShape, now: float, steps: int = 1
-    ) -> float:
-        plain = of_profile(self, layout, replace(shape, drafts=0, k=0), now, steps)
-        return plain + 4 * max(0.0, of_profile(self, layout, shape, now, steps) - plain)
-
-    monkeypatch.setattr(ReplayedTruth, "step_seconds", dear)
-
-    def seconds() -> float:
-        record = replay_chain(rollouts, Task(Config(None, PLANNED), 0))
-        return sum(report.generation_seconds for report in record.reports)
-
-    knowing = seconds()
-    monkeypatch.setattr(correction_module, "_DRAFTS", 1e-9)
-    assert knowing < 0.95 * seconds()
+def test_dear_drafts_do_not_make_a_models_other_steps_slow() -> None:
+    """Four times what a modelled profile says."""
+    profile = modelled_profile("llama-3.1-8b", "H100", 4, draft_lengths=(1, 2, 4))
+    model, layout = StepTimeModel.fit(profile), profile.layouts[0]
+    plain = decode(BATCH)
+    before = model.step(layout, plain)
+    for _ in range(20):
+        model.observe(layout, plain, before)
+    drafted = [replace(plain, drafts=k * BATCH, k=k) for k in (1, 2, 4)]
+    dear = [before + 4 * (model.step(layout, shape) - before) for shape in drafted]
+    for _ in range(200):
+        for shape, seconds in zip(drafted, dear, strict=True):
+            model.observe(layout, shape, seconds)
+    assert model.step(layout, plain) == pytest.approx(before, rel=0.1)
+    assert [model.step(layout, shape) for shape in drafted] == pytest.approx(dear, rel=0.15)

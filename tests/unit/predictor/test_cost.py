@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pat_vllm.kinds import FullAttention, LinearAttention, SlidingWindow
 from pat_vllm.layout import Layout
-from pat_vllm.predictor.cost import CarryRates, CostModel
+from pat_vllm.predictor.cost import CostModel
 from pat_vllm.profiling.profile import Profile, StepSample, StepShape, SwitchSample
 from pat_vllm.reporting import SwitchReport
 from tests.unit.predictor.examples import decode, profile_of, switch_report, switch_sample
@@ -58,10 +58,8 @@ positive = st.floats(1e-7, 1e-2)
 @st.composite
 def models(draw: st.DrawFn) -> CostModel:
     """Models from rates, from profiles, from both, all of them with some switches observed."""
-    rates = CarryRates(
-        draw(positive), {one: draw(positive) for one in LAYOUTS if draw(st.booleans())}
-    )
-    model = CostModel("auto", draw(st.sampled_from([None, rates])))
+    rates = draw(positive), {one: draw(positive) for one in LAYOUTS if draw(st.booleans())}
+    model = CostModel("auto", *rates) if draw(st.booleans()) else CostModel()
     if draw(st.booleans()):
         switches = [
             sample
@@ -109,41 +107,41 @@ def test_requests_are_carried_as_predicted(
 
 
 def test_rates_measured_at_start_decide_without_a_profile() -> None:
-    rates = CarryRates(1000 / 1e7, {ONE: 1 / 5e3, TWO: 1 / 1e4, FOUR: 1 / 2e4})
-    model = CostModel("auto", rates)
+    rates = 1000 / 1e7, {ONE: 1 / 5e3, TWO: 1 / 1e4, FOUR: 1 / 2e4}
+    model = CostModel("auto", *rates)
     # 2e-4 s a token in one replica of tp 1, of which four work side by side.
     assert model.choose(100, FOUR, ONE, num_seqs=1) == "migrate"
     assert model.choose(100, FOUR, ONE, num_seqs=4) == "recompute"
     assert model.choose(100, ONE, FOUR, num_seqs=400) == "recompute"  # 5e-5 s, in the one there is
     assert CostModel().choose(100, FOUR, ONE, 4) == "migrate", "nothing is known"
     # Between layouts of one tp all KV stays where it is.
-    model, whole = CostModel("recompute", rates), replace(TWO, experts="ep")
+    model, whole = CostModel("recompute", *rates), replace(TWO, experts="ep")
     assert model.choose(100, TWO, whole, 4) == "migrate"
     assert model.seconds(TWO, whole, 4, 4000) == 0
 
 
 def test_from_which_chance_on_a_cached_prefix_is_carried() -> None:
     """Replicas would compute prefixes again side by side."""
-    rates = CarryRates(migrate=1e-5, recompute={ONE: 4e-3, FOUR: 1e-3})
-    model = CostModel("auto", rates)
+    rates = 1e-5, {ONE: 4e-3, FOUR: 1e-3}
+    model = CostModel("auto", *rates)
     assert model.least_chance(FOUR, ONE) == pytest.approx(1e-5 * 4 / 4e-3)
     assert model.least_chance(ONE, FOUR) == pytest.approx(1e-5 / 1e-3)
     assert model.least_chance(ONE, TWO) == 0, "nothing is known of its prefill"
-    assert CostModel("migrate", rates).least_chance(ONE, FOUR) == 0, "it is asked for"
-    assert CostModel("recompute", rates).least_chance(ONE, FOUR) == np.inf
+    assert CostModel("migrate", *rates).least_chance(ONE, FOUR) == 0, "it is asked for"
+    assert CostModel("recompute", *rates).least_chance(ONE, FOUR) == np.inf
     assert CostModel().least_chance(ONE, FOUR) == 0
 
 
 def test_carried_prefixes_are_no_cost_of_the_requests() -> None:
     """As many tokens in as much time teach the same, whoever had them."""
-    alone, beside = (CostModel("auto", CarryRates(migrate=1e-5)) for _ in range(2))
+    alone, beside = (CostModel("auto", 1e-5) for _ in range(2))
     alone.observe(report(tokens=4000))
     beside.observe(report(tokens=1000, cached_tokens=3000))
     assert alone.seconds(ONE, FOUR, 4, 500) == beside.seconds(ONE, FOUR, 4, 500)
 
 
 def test_exchanges_correct_the_rates() -> None:
-    model = CostModel("auto", CarryRates(1e-6, {FOUR: 1e-5}))
+    model = CostModel("auto", 1e-6, {FOUR: 1e-5})
     assert model.choose(1000, ONE, FOUR, 4) == "migrate"
     slow = report(tokens=4000, kv=0.08, seconds=9.0)  # 2e-5 s a token; the rest is no KV
     model.observe(replace(slow, kv_bytes=1000))
@@ -154,7 +152,7 @@ def test_exchanges_correct_the_rates() -> None:
 
 
 def test_a_profile_is_taken_in_place_of_the_rates() -> None:
-    model = CostModel("auto", CarryRates(1.0, dict.fromkeys(LAYOUTS, 1e-9)))
+    model = CostModel("auto", 1.0, dict.fromkeys(LAYOUTS, 1e-9))
     switches = linear(ONE, FOUR, 0.01, 1e-4, 1e-6) + linear(FOUR, ONE, 0.02, 2e-4, 5e-6)
     model.fit(make_profile(switches, prefill={FOUR: 1e-3, ONE: 1e-3}))  # 1e-5 s a token
     assert model.seconds(ONE, FOUR, 10, 1000) == pytest.approx(0.01 + 1e-3 + 1e-3, rel=1e-3)
@@ -167,7 +165,7 @@ def test_a_profile_is_taken_in_place_of_the_rates() -> None:
 
 
 def test_switches_correct_a_profile() -> None:
-    model = CostModel.of(make_profile(linear(ONE, FOUR, 0.1, 0.01, 1e-4)), mode="migrate")
+    model = CostModel("migrate").fit(make_profile(linear(ONE, FOUR, 0.1, 0.01, 1e-4)))
     expected = model.seconds(ONE, FOUR, 4, 4000)
     model.observe(report(seconds=2 * expected + 3.0, quiesce=3.0))
     assert model.seconds(ONE, FOUR, 4, 4000) == pytest.approx(2 * expected)
@@ -183,7 +181,7 @@ def test_switches_correct_a_profile() -> None:
 def test_a_slow_switch_does_not_end_migration_for_good() -> None:
     """A switch that recomputes shows everything but the KV, so that the model recovers."""
     profile = make_profile(linear(ONE, FOUR, 0.1, 0.01, 1e-4), prefill={FOUR: 0.02})
-    model = CostModel.of(profile)
+    model = CostModel().fit(profile)
     usual = 0.1 + 4 * 0.01
     model.observe(report(seconds=15 * (usual + 0.4)))
     assert model.choose(1000, ONE, FOUR, 4) == "recompute"
@@ -195,7 +193,7 @@ def test_a_slow_switch_does_not_end_migration_for_good() -> None:
 def test_of_a_window_less_moves_than_is_computed_again() -> None:
     """A token moves in two seconds, and is computed again in one."""
     kinds = (SlidingWindow(1, 16, 1, window=100),)
-    model = CostModel("auto", CarryRates(2.0, {FOUR: 1.0}), kinds)
+    model = CostModel("auto", 2.0, {FOUR: 1.0}, kinds)
     assert [model.choose(tokens, ONE, FOUR, 1) for tokens in (50, 190, 230, 9000)] == [
         *("recompute", "recompute", "migrate", "migrate")
     ]
@@ -212,11 +210,11 @@ def test_of_a_window_less_moves_than_is_computed_again() -> None:
 def test_a_state_moves_whole_and_its_context_is_computed_whole() -> None:
     """As 300 tokens more, so that short requests are computed again and long ones migrate."""
     kinds = (FullAttention(2, 16, 10), LinearAttention(16, 16, slot_bytes=3000))
-    model = CostModel("auto", CarryRates(1.0, {FOUR: 2.0}), kinds)
+    model = CostModel("auto", 1.0, {FOUR: 2.0}, kinds)
     assert model.choose(100, ONE, FOUR, 1) == "recompute"
     assert model.choose(1000, ONE, FOUR, 1) == "migrate"
     assert model.seconds(ONE, FOUR, 1, 100) == pytest.approx(200, rel=0.01)
     assert model.seconds(ONE, FOUR, 1, 1000) == pytest.approx(1300, rel=0.01)
     assert model.seconds(ONE, FOUR, 10, 10_000) == pytest.approx(13_000, rel=0.01)
-    always = CostModel("migrate", CarryRates(1.0, {FOUR: 2.0}), kinds)
+    always = CostModel("migrate", 1.0, {FOUR: 2.0}, kinds)
     assert always.seconds(ONE, FOUR, 10, 1000) == pytest.approx(4000, rel=0.01)

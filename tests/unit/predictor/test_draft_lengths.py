@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
+import pytest
 
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.adaptive import AdaptivePolicy
@@ -53,28 +54,23 @@ class Driven:
         return {batch: k for first, last, k in schedule for batch in range(first, last + 1)}
 
 
-def test_a_batch_begins_as_one_like_the_last_is_planned() -> None:
-    """The first one without drafts; none with the lengths of the last one's tail."""
+@pytest.mark.parametrize("idle", [False, True])
+def test_draft_lengths_follow_what_is_accepted(idle: bool) -> None:
+    """A batch begins as one like the last is planned: the first one without drafts, none with the
+    lengths of the last one's tail."""
     one = Driven()
     assert {*one.table().values()} == {0}
-    one.steps(70, 4, 4)
-    assert one.plan()[1] == 4
-    one.steps(3000, 4, 0)
-    assert one.plan()[1] == 0
-    one.policy.weights_changed()
-    one.policy.idle(one.now)
-    assert one.table()[1] > 0, "what was accepted of other weights' drafts says nothing"
-
-
-def test_draft_lengths_follow_what_is_accepted() -> None:
-    one = Driven()
     one.steps(70, 4, 4)
     planned = one.plan()
     assert planned[1] == planned[2] == 4, "drafts that are all accepted"
     one.steps(3000, 4, 0)
     assert one.plan()[1] == 0, "drafts that are never accepted"
     one.policy.weights_changed()
-    assert one.plan()[1] > 0, "with other weights they may be"
+    if idle:
+        one.policy.idle(one.now)
+    else:
+        one.plan()
+    assert one.table()[1] > 0, "with other weights they may be"
 
 
 def test_an_engine_that_leaves_lengths_to_its_configuration() -> None:

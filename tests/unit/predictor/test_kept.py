@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from pat_vllm.files.reading import FileError
 from pat_vllm.predictor import kept
 from pat_vllm.predictor.acceptance import Acceptance
 from pat_vllm.predictor.adaptive import AdaptivePolicy
@@ -69,3 +73,27 @@ def test_a_policy_keeps_and_reads_it(tmp_path: Path) -> None:
     assert second._acceptance is not None
     assert tokens_of(second._acceptance.of_new) > tokens_of(Acceptance(LENGTHS))
     assert second.report().responses == 1
+
+
+def drafts(tried: Any, succeeded: Any, format: int = 1) -> dict[str, Any]:
+    return {"acceptance": {"format": format, "tried": tried, "succeeded": succeeded}}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({"ends": [-1.0]}, {"ends": [math.nan]}, {"tokens": []}, {"ends": [2.0], "tokens": [1.0]}),
+        *({"batches": -1}, {"bound": 0}, {"acceptance": {}}, drafts([1.0], [1.0], format=0)),
+        *(drafts([1.0], None), drafts([1.0], [2.0]), drafts([1.0, 2.0], [1.0])),
+        *(drafts([math.inf], [1.0]), drafts(["many"], [1.0])),
+    ],
+    ids=str,
+)
+def test_what_no_engine_has_learnt_is_refused(wrong: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "lengths.json"
+    kept.save(path, some_lengths(), learnt(4))
+    content = json.loads(path.read_text()) | wrong
+    del content["digest"]
+    path.write_text(json.dumps({"digest": kept._digest(content), **content}))
+    with pytest.raises(FileError, match="holds no length history"):
+        kept.load(path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -13,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pat_vllm.predictor import kept
-from pat_vllm.predictor.lengths import EDGES, LengthModel, Pool, cumulative_hazard
+from pat_vllm.predictor.lengths import EDGES, LengthModel, cumulative_hazard, pool_of
 from pat_vllm.predictor.state import LiveRequests
 from pat_vllm.simulator import shapes
 from pat_vllm.simulator.traces import LengthTrace
@@ -47,7 +46,7 @@ def learnt(bound: int, *batches: LengthTrace) -> LengthModel:
 def test_kaplan_meier_by_hand() -> None:
     lengths = np.array([2, 3, 4, 4, 5, 7])
     ended = np.array([True, False, True, True, False, True])
-    survival = np.exp(-cumulative_hazard(Pool.of(lengths, ended)))
+    survival = np.exp(-cumulative_hazard(pool_of(lengths, ended)))
     assert EDGES[:9].tolist() == [*range(9)] and (EDGES[17:] / EDGES[16:-1] < 1.07).all()
     # At risk: 6 at 2, 5 at 3, 4 at 4, 2 at 5, 1 at 7.
     expected = [1, 1, 5 / 6, 5 / 6, 5 / 6 * 2 / 4, 5 / 12, 5 / 12, 0]
@@ -63,15 +62,15 @@ def test_responses_are_pooled_one_by_one_or_at_once(
     responses: list[tuple[int, bool]], at_once: int
 ) -> None:
     lengths, ended = (np.array(values) for values in zip(*responses, strict=True))
-    pool, model = Pool.of(lengths, ended), LengthModel(8192)
+    pool, model = pool_of(lengths, ended), LengthModel(8192)
     with patch("pat_vllm.predictor.lengths._AT_ONCE", at_once):
         for length, end in responses:
             model.finished(length, end)
+            assert len(model._stopped) < at_once, "memory is bounded"
     model.end_of_batch()
-    np.testing.assert_array_equal(pool.tokens, model.to_json()["tokens"])
-    np.testing.assert_array_equal(pool.ends, model.to_json()["ends"])
-    assert pool.tokens.sum() == lengths.sum()
-    assert (pool.ends <= pool.tokens).all()
+    np.testing.assert_array_equal(pool, model.history)
+    assert pool[1].sum() == lengths.sum()
+    assert (pool[0] <= pool[1]).all()
 
 
 def test_lengths_alike_have_a_short_tail() -> None:
@@ -222,23 +221,3 @@ def test_a_response_longer_than_the_bound_counts() -> None:
     model.finished(5000, True)
     assert model.sample(running([6000], 50000), 4).max() <= 44000
     assert survival_of(model, 50) == pytest.approx(before, abs=0.05)
-    model.end_of_batch()
-    assert survival_of(LengthModel.from_json(model.to_json()), 50) == survival_of(model, 50)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("ends", [-1.0]), ("ends", [float("nan")]), ("tokens", []), ("batches", -1), ("bound", 0)],
-)
-def test_history_out_of_range_is_refused(name: str, value: object) -> None:
-    with pytest.raises(ValueError):
-        LengthModel.from_json({**LengthModel(100).to_json(), name: value})
-
-
-def test_memory_does_not_grow_with_responses() -> None:
-    model, sizes = LengthModel(16384), []
-    for index in range(5_000):
-        model.finished(1 + index % 5000, True)
-        if index % 2_000 == 0:
-            sizes.append(len(pickle.dumps(model)))
-    assert max(sizes) < 1.01 * min(sizes)

@@ -332,7 +332,7 @@ def test_a_hope_is_about_one_layout() -> None:
     hoped = planner.outlook(ahead).hoped(FOUR, 2.0).plan(ONE)
     assert hoped.never == plain.never
     assert hoped.go[FOUR] < plain.go[FOUR]
-    assert hoped.step[FOUR] == pytest.approx(plain.step[FOUR] / 2)
+    assert hoped.outlook.step[FOUR] == pytest.approx(plain.outlook.step[FOUR] / 2)
 
 
 # Draft lengths
@@ -340,7 +340,7 @@ def test_a_hope_is_about_one_layout() -> None:
 
 def at_batch(plan: Plan, layout: Layout, batch: int) -> int:
     """The draft length that a plan has for a replica's step."""
-    return next(k for first, last, k in plan.drafts[layout] if first <= batch <= last)
+    return next(k for first, last, k in plan.outlook.drafts[layout] if first <= batch <= last)
 
 
 @settings(max_examples=60)
@@ -381,7 +381,7 @@ def test_tables_name_a_length_for_every_batch_size(
     rng = np.random.default_rng(len(contexts))
     planner = make_planner(VERIFYING, max_num_seqs=most, kv_tokens=memory)
     ahead = batch_of(contexts, rng.integers(1, 2000, (len(contexts), 4)))
-    for layout, table in plan_of(planner, ONE, ahead, drafting=drafts).drafts.items():
+    for layout, table in planner.outlook(ahead, drafting=drafts).drafts.items():
         firsts, lasts, lengths = zip(*table, strict=True)
         assert firsts == (1, *(last + 1 for last in lasts[:-1])) and lasts[-1] == most[layout.tp]
         assert set(lengths) <= {*drafts.lengths}
@@ -407,7 +407,7 @@ def test_more_acceptance_never_takes_longer_and_none_changes_nothing(
         plain = plan_of(planner, layout, ahead)
         useless = plan_of(planner, layout, ahead, drafting=drafting([1.0] * 5))
         assert useless == plain, "to the last digit"
-        assert all(table == ((1, 1024, 0),) for table in plain.drafts.values())
+        assert all(table == ((1, 1024, 0),) for table in plain.outlook.drafts.values())
         less, least = (plan_of(planner, layout, ahead, drafting=one) for one in (drafts, better))
         assert least.never <= less.never <= plain.never
         now, then = (planner.token_seconds(layout, ahead, one) for one in (drafts, better))
@@ -421,7 +421,7 @@ def test_a_switch_waits_for_steps_and_drops_drafts() -> None:
     four = drafting([2.0], hits=0.75, lengths=(4,))
     plain, drafted = (plan_of(planner, ONE, ahead, drafting=drafts) for drafts in (PLAIN, four))
     assert drafted.never == pytest.approx(plain.never / 2)
-    assert drafted.step == pytest.approx(plain.step)
+    assert drafted.outlook.step == pytest.approx(plain.outlook.step)
     # The first step afterwards gives one token where two were expected.
-    more = 0.5 * drafted.step[FOUR]
+    more = 0.5 * drafted.outlook.step[FOUR]
     assert drafted.cost[FOUR] == pytest.approx(plain.cost[FOUR] + more)

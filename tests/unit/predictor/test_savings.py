@@ -112,7 +112,7 @@ def replayed(parts: Sequence[Part], slower: float = 1.0) -> tuple[BatchSavings, 
         length += tokens
         live = left
     savings.end(now, made)
-    (record,) = savings.since()
+    (record,) = savings.records.since()
     return record, BatchTimes(fixed, switching, now - 5.0)
 
 
@@ -167,7 +167,7 @@ def test_what_is_not_counted() -> None:
     """Many prompts, a layout that a user asked for, batches without a plan."""
     savings = Savings(Known())
     savings.end(1.0, 0)
-    assert not savings.since()
+    assert not savings.records.since()
 
     def switch(reason: str = "policy") -> None:
         savings.switched(switch_report(ONE, TWO, reason=reason, seconds=0.75, quiesce=0.5))
@@ -176,42 +176,38 @@ def test_what_is_not_counted() -> None:
         savings.look(Look(1.0, ONE, 8, 800, 100, 0, prompts))
         switch(reason)
         savings.end(3.0, 800)
-        last = savings.since()[-1]
+        last = savings.records.since()[-1]
         assert last.realised == BatchTimes(1.75, 2.0, 2.0), "but for the switch as it was"
-    assert [record.at for record in savings.since(3.0)] == [3.0, 3.0]
+    assert [record.at for record in savings.records.since(3.0)] == [3.0, 3.0]
     for prompt, counts in ((300.0, True), (500.0, False), (math.inf, False)):
         savings.look(Look(1.0, ONE, 8, 800, 100, 0, prompt=prompt))
         switch()
         for _ in range(2):
             savings.arrived()
         savings.end(3.0, 800)
-        assert (savings.since()[-1].realised.fixed != 1.75) == counts
+        assert (savings.records.since()[-1].realised.fixed != 1.75) == counts
     # The engine was paused.
     savings.look(Look(1.0, ONE, 8, 800, 100, 0))
     switch()
     savings.interrupted()
     savings.end(5.0, 800)
-    assert savings.since()[-1].realised == BatchTimes(3.75, 4.0, 4.0)
+    assert savings.records.since()[-1].realised == BatchTimes(3.75, 4.0, 4.0)
     # Everybody was aborted before the next step ended.
     savings.look(Look(5.0, ONE, 8, 800, 100, 0))
     savings.end(3.0, 0)
-    assert (savings.since()[-1].at, savings.since()[-1].realised.drafting) == (5.0, 0.0)
-    assert not savings.since(5.1)
+    assert (savings.records.since()[-1].at, savings.records.since()[-1].realised.drafting) == (
+        5.0,
+        0.0,
+    )
+    assert not savings.records.since(5.1)
 
 
 def test_the_prediction_is_of_the_most_requests() -> None:
     savings = Savings(Known())
-    asked = []
-    for number, live in enumerate((4, 8, 8, 6)):
-        if savings.look(Look(float(number), ONE, live, 100, 20, 0)):
-            asked.append(live)
-            savings.predicted(BatchTimes(live, live, live))
+    looks = [Look(float(number), ONE, live, 100, 20, 0) for number, live in enumerate((4, 8, 8, 6))]
+    assert [savings.look(one) for one in looks] == [True, True, False, False]
     savings.end(9.0, 0)
-    assert asked == [4, 8]
-    assert savings.since()[0].predicted == BatchTimes(8, 8, 8)
-    savings.look(Look(10.0, ONE, 2, 100, 20, 0))
-    savings.end(11.0, 0)
-    assert savings.since()[1].predicted == BatchTimes(0, 0, 0)
+    assert savings.look(Look(10.0, ONE, 2, 100, 20, 0)), "of the next batch"
 
 
 def test_tokens_come_where_as_many_are_live() -> None:

@@ -51,14 +51,14 @@ def test_batches_of_one_turn_are_over_at_once() -> None:
     known = Trajectories()
     now = batch(known, [1] * 8)
     assert not known.go_on and known.is_over(now)
-    known.end_of_batch()
-    assert known.is_over(now)
 
 
 def test_what_waits_is_expected_as_long_as_tools_took() -> None:
     known = Trajectories()
-    batch(known, [4] * 8)
-    known.end_of_batch()
+    now = batch(known, [4] * 8)
+    assert not known.is_over(now)
+    known.end_of_batch()  # as when weights change
+    assert known.is_over(now)
     known.arrived(100.0, Turn(1, 0, 0), 100)
     assert known.is_over(101.0), "nothing waits"
     known.ended(101.0, Turn(1, 0, 0), 150)
@@ -113,14 +113,6 @@ def test_a_tool_that_takes_longer_than_any_before_is_learnt_from() -> None:
     known.arrived(130.0, Turn(50, 1, 150), 180)
     known.ended(131.0, Turn(50, 1, 150), 200)
     assert not known.is_over(131.0 + 30), "tools may take 30 s"
-
-
-def test_weights_that_change_end_what_waits() -> None:
-    known = Trajectories()
-    now = batch(known, [2] * 8)
-    assert not known.is_over(now)
-    known.end_of_batch()
-    assert known.is_over(now)
 
 
 def test_a_tool_that_has_run_long_has_less_left() -> None:

@@ -94,6 +94,11 @@ def test_plans_are_possible_and_fair(limits: EngineLimits) -> None:
         if isinstance(point, StepPoint):
             check_possible(limits, point)
             assert limits.misses or point.hits or not point.k
+        elif point.num_seqs:
+            last = point.context - 1
+            held = sum(k.held(last + 2).stop - k.held(last).start for k in limits.kinds)
+            for end in (point.source, point.target):
+                assert -(-point.num_seqs // end.replicas) * held <= limits.blocks[end.tp]
     values = json.loads(json.dumps(POINTS.dump_python([*full.points])))
     assert POINTS.validate_python(values) == [*full.points]
 

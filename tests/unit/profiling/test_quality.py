@@ -8,7 +8,7 @@ import pytest
 
 from pat_vllm.layout import Layout
 from pat_vllm.profiling.profile import Profile, StepSample, StepShape
-from pat_vllm.profiling.quality import becomes_complete, problems, unsettled
+from pat_vllm.profiling.quality import becomes_complete, problems
 
 ROOT = Path(__file__).parents[3]
 QUIET = (0.0030, 0.0031, 0.0029, 0.0032, 0.0030, 0.0031, 0.0030)
@@ -20,15 +20,10 @@ def step(times: tuple[float, ...]) -> StepSample:
     return StepSample.of(Layout(1, 2), StepShape(8, 64, 8), times)
 
 
-def test_steps_whose_repeats_disagree_are_unsettled() -> None:
-    assert unsettled(step(NOISY))
+def test_a_noisy_profile_is_named_with_figures() -> None:
     # An outlier does not change the median, and one or two times say nothing of it.
     for times in (QUIET, OUTLIER, (0.003,), (0.003, 0.089)):
-        assert not unsettled(step(times))
-
-
-def test_a_noisy_profile_is_named_with_figures() -> None:
-    assert problems([step(OUTLIER)] * 10) == []
+        assert problems([step(times)] * 10) == []
     assert problems([step(NOISY)] * 2 + [step(QUIET)] * 8) == []
     (problem,) = problems([step(NOISY)] * 3 + [step(QUIET)] * 7)
     assert "noisy: in 3 of 10 steps" in problem

@@ -120,12 +120,12 @@ def test_decisions_are_bounded_and_completed_by_what_follows() -> None:
     for at in range(1, MAX_DECISIONS):
         decisions.add(decision_report(float(at), fired=False, why="later"))
     decisions.switched(switch_report(1.0, seconds=0.08))
-    fired, *others = decisions.since()
+    fired, *others = decisions.records.since()
     assert fired.real_cost == pytest.approx(0.07)  # less the time to drain steps in flight
-    assert decisions.since(MAX_DECISIONS - 1.5) == tuple(others[-1:])
+    assert decisions.records.since(MAX_DECISIONS - 1.5) == tuple(others[-1:])
     decisions.add(decision_report(1e4, fired=False, why="later"))
     decisions.switched(switch_report(1.0))
-    assert decisions.since()[:-1] == tuple(others)
+    assert decisions.records.since()[:-1] == tuple(others)
 
 
 def test_a_history_is_read_while_it_grows() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.adaptive import AdaptivePolicy
-from pat_vllm.predictor.cost import CarryRates, CostModel
+from pat_vllm.predictor.cost import CostModel
 from pat_vllm.predictor.course import course
 from pat_vllm.predictor.planner import Planner
 from pat_vllm.predictor.policy import StayPolicy
@@ -78,7 +78,7 @@ def test_steps_of_each_kind_are_predicted() -> None:
 
 def test_kv_stays_between_kinds() -> None:
     """It costs nothing where no switch between the kinds was measured."""
-    model = CostModel("auto", CarryRates(1e-3, dict.fromkeys(LAYOUTS, 1e-6)))
+    model = CostModel("auto", 1e-3, dict.fromkeys(LAYOUTS, 1e-6))
     assert model.choose(100, ONE, SPREAD, 4) == "recompute"
     assert model.seconds(SPREAD, CUT, 4, 10**6) == 0.0 < model.seconds(ONE, CUT, 4, 10**6)
 
@@ -89,7 +89,7 @@ def test_kv_stays_between_kinds() -> None:
         assert model.choose(100, ONE, SPREAD, 4) == mode
         assert model.seconds(CUT, SPREAD, 4, 400) == model.seconds(CUT, SPREAD, 4, 10**9)
     # Each kind has its own switches.
-    model = CostModel.of(profile_of(switch_seconds=0.5))
+    model = CostModel().fit(profile_of(switch_seconds=0.5))
     model.observe(
         examples.switch_report(ONE, SPREAD, seconds=1.0, num_seqs=4, migrated=4, tokens=400)
     )

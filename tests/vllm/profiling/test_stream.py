@@ -72,7 +72,7 @@ def test_what_is_accepted_counts_as_with_vllm(
     assert len(stream.sizes) == steps
     if not point.drafts:
         assert stream.sizes == [(3 * (20 + n), 20 + n) for n in range(steps)]
-        assert steps == LIMITS.room + 1
+        assert steps == LIMITS.room_for(0) + 1
 
 
 def test_contexts_repeat_themselves_only_where_drafts_are_found() -> None:

@@ -77,7 +77,7 @@ MUTATIONS = mutations({
         ("a pipe is read", "files.reading:read_bytes", "if not stat.S_ISREG(status.st_mode):", "if False:"),
         ("another user's file is taken", "files.reading:read_bytes", "own and status.st_uid != os.geteuid()", "False"),
         ("JSON is nested without end", "files.reading:parse_json", "return from_json(text.removeprefix", "return __import__('json').loads(text.removeprefix"),
-        ("damage is not seen", "predictor.kept:_without_digest", "content.get(_DIGEST) != _digest(rest)", "False"),
+        ("damage is not seen", "predictor.kept:load", "content.pop(_DIGEST, None) != _digest(content)", "content.pop(_DIGEST, None) is None"),
         ("no home, no engine", "profiling.cache:cache_dir", "except RuntimeError as error:", "except KeyError as error:"),
         ("a cache that cannot be read stops an engine", "profiling.cache:find", "except (ProfileError, OSError) as error:", "except ProfileError as error:"),
         ("cached profiles are open to others", "profiling.cache:keep", ", private=True", ""),

@@ -94,9 +94,9 @@ MUTATIONS = mutations({
     ],
     "tests/unit/predictor/test_draft_lengths.py": [
         ("a policy begins with draft lengths", "predictor.adaptive:AdaptivePolicy.__init__", "self.drafts = {layout: ((1, 1, 0),) for layout in layouts}", "pass"),
-        ("draft lengths of a batch's tail hold for the next", "predictor.adaptive:AdaptivePolicy._open", "self.drafts = plan.drafts", "pass"),
-        ("planned draft lengths are not used", "predictor.adaptive:AdaptivePolicy._decide", "self.drafts = plan.drafts", "pass"),
-        ("a plan does not know what is accepted", "predictor.adaptive:AdaptivePolicy._outlook", "self._drafting = self._acceptance.expected()", "pass"),
+        ("draft lengths of a batch's tail hold for the next", "predictor.adaptive:AdaptivePolicy._open", "self.drafts = plan.outlook.drafts", "pass"),
+        ("planned draft lengths are not used", "predictor.adaptive:AdaptivePolicy._decide", "self.drafts = plan.outlook.drafts", "pass"),
+        ("a plan does not know what is accepted", "predictor.adaptive:AdaptivePolicy._outlook", "drafting = self._acceptance.expected()", "pass"),
     ],
     "tests/vllm/executor/test_lanes.py": [
         ("rings are kept at shutdown", "executor.lanes:Lanes.shutdown", "rings, self._rings = self._rings, {}", "rings = self._rings"),

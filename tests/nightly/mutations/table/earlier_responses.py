@@ -60,8 +60,8 @@ MUTATIONS = mutations({
         ("drafts reach over min_tokens", "worker.drafter_v1:SuffixProposer._room", "return min(k, left - 1) if left > 0 else k", "return k"),
     ],
     "tests/unit/predictor/test_acceptance.py": [
-        ("new prompts' acceptance holds for repeated ones", "predictor.acceptance_by_prompt:AcceptanceByPrompt.observe", "self.of_repeated if repeated else self.of_new", "self.of_new"),
-        ("the share of repeated prompts is that of the first", "predictor.acceptance_by_prompt:AcceptanceByPrompt.arrived", "self._share = self._arrived[1] / sum(self._arrived)", "self._share = self._share or self._arrived[1]"),
+        ("new prompts' acceptance holds for repeated ones", "predictor.acceptance:AcceptanceByPrompt.observe", "self.of_repeated if repeated else self.of_new", "self.of_new"),
+        ("the share of repeated prompts is that of the first", "predictor.acceptance:AcceptanceByPrompt.arrived", "self._share = self._arrived[1] / sum(self._arrived)", "self._share = self._share or self._arrived[1]"),
     ],
     "tests/engine/speculation/test_walks.py": [
         ("drafters do not hear of rows", "worker.worker:PATWorkerMixin.take_draft_rows", "self._shelf.take(update)", "pass"),

@@ -11,8 +11,8 @@ MUTATIONS = mutations({
         ("evidence of drafts never fades", "predictor.acceptance:Acceptance.observe", "keep = math.exp(-1 / max(memory, _MEMORY_OF_ONE / max(1, requests)))", "keep = 1.0"),
         ("acceptance of old weights counts on", "predictor.acceptance:Acceptance.weights_changed", "keep = ", "keep = 1.0 + 0 * "),
         ("drafts cost as many as are asked for", "predictor.acceptance:Acceptance.observe", "len(accepted) if drafted is None else _at_least(drafted, length)[1:]", "len(accepted)"),
-        ("accepted tokens are no hits", "predictor.acceptance:Acceptance._count", "at_least[0] + made", "at_least[0]"),
-        ("a draft counts as tried though one before it failed", "predictor.acceptance:Acceptance._count", "+= at_least[:-1]", "+= at_least[0]"),
+        ("accepted tokens are no hits", "predictor.acceptance:Acceptance.observe", "at_least[0] + made", "at_least[0]"),
+        ("a draft counts as tried though one before it failed", "predictor.acceptance:Acceptance.observe", "+= at_least[:-1], at_least[1:]", "+= at_least[0] + 0 * at_least[1:], at_least[1:]"),
         ("the share of tokens is taken for that of steps", "predictor.acceptance:Acceptance.expected", "1 / (1 - shares[0] + shares[0] / per_hit)", "1 + shares[0] * (per_hit - 1)"),
     ],
     "tests/unit/predictor/test_kept.py": [
@@ -57,7 +57,7 @@ MUTATIONS = mutations({
     ],
     "tests/unit/predictor/test_correction.py": [
         ("drafts that are dear make all steps seem slow", "predictor.correction:OnlineCorrection._parts", "if drafts > 0:", "if False:"),
-        ("what drafts take is left out of many steps", "predictor.correction:OnlineCorrection.factors", "total = total + np.asarray(drafts)", "total = total + 0 * np.asarray(drafts)"),
+        ("what drafts take is left out of many steps", "predictor.correction:OnlineCorrection.factor", "total = total + np.asarray(drafts)", "total = total + 0 * np.asarray(drafts)"),
     ],
     "tests/unit/predictor/test_trajectories.py": [
         ("idle is the end", "predictor.trajectories:Trajectories.is_over", "not self.go_on", "True"),
@@ -70,7 +70,7 @@ MUTATIONS = mutations({
         ("what runs is not observed", "predictor.adaptive:AdaptivePolicy._decide", "self._lengths.observe_running(live)", "pass"),
         ("all batches open in the base layout", "predictor.adaptive:AdaptivePolicy._open", "self.home = min(", "min("),
         ("it plans before each step", "predictor.adaptive:AdaptivePolicy._due", "> _NEWS * live", ">= 0"),
-        ("real steps teach nothing", "predictor.adaptive:AdaptivePolicy.stepped", "self._steps.observe(layout, shape, seconds)", "pass"),
+        ("real steps teach nothing", "predictor.step_time:StepTimeModel.observe", "self._correction.observe(layout, shape.batch, ratio, drafts)", "1.0"),
         ("the engine's cost model hears of switches twice", "predictor.adaptive:AdaptivePolicy.switched", "if self._own_costs", "if True"),
         ("no layout is probed", "predictor.probing:Prober.find", "hoped.best == layout", "False"),
     ],
@@ -83,8 +83,8 @@ MUTATIONS = mutations({
     ],
     "tests/unit/predictor/test_lengths.py": [
         ("prescribed lengths teach", "predictor.lengths:LengthModel.observe_running", "~live.exact & ", ""),
-        ("earlier batches are forgotten", "predictor.lengths:LengthModel._refresh", " + self._history", ""),
-        ("responses that were cut short count as ended", "predictor.lengths:Pool.of", "at[ended]", "at"),
+        ("earlier batches are forgotten", "predictor.lengths:LengthModel._refresh", " + self.history", ""),
+        ("responses that were cut short count as ended", "predictor.lengths:pool_of", "at[ended]", "at"),
     ],
     "tests/unit/predictor/test_step_base.py": [
         ("verifying drafts takes no time", "predictor.step_base:StepBase.extra", "drafts * (self.drafts + others", "drafts * 0 * (self.drafts + others"),

@@ -42,7 +42,7 @@ MUTATIONS = mutations({
         ("a run that goes on keeps noisy steps", "cli.profile:measured_before", "if not unsettled(one)", "if True"),
     ],
     "tests/engine/test_profiling.py::test_a_slow_engine_takes_longer_rather_than_a_profile_that_is_not_kept[dense]": [
-        ("a slow engine's profile is never complete", "profiling.runner:_Profiler.run", "left += plan.overtime", "pass"),
+        ("a slow engine's profile is never complete", "profiling.runner:Profiler.run", "left += plan.overtime", "pass"),
     ],
     "tests/unit/profiling/test_quality.py": [
         ("a noisy profile is good enough", "profiling.quality:problems", "MOST_UNSETTLED * len(steps)", "len(steps)"),
