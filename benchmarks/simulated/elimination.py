@@ -26,6 +26,7 @@ from benchmarks.held_out import held_out_error
 from benchmarks.record import table
 from benchmarks.simulated.kernel_truth import KernelTruth
 from benchmarks.simulated.processes import Processes
+from pat_vllm.advice.rollouts import DRAFT_LENGTHS
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.adaptive import AdaptivePolicy
 from pat_vllm.predictor.lengths import Pool, Prior
@@ -36,7 +37,6 @@ from pat_vllm.simulator.modelled.hardware import measured_noise, modelled_profil
 from pat_vllm.simulator.replay import simulate_batches
 from pat_vllm.simulator.traces import LengthTrace
 from pat_vllm.simulator.truth import ReplayedTruth
-from pat_vllm.simulator.tuned import DRAFT_LENGTHS
 
 BATCHES = 3
 """One after another, so that learning counts."""

@@ -32,7 +32,6 @@ MUTATIONS = mutations({
         ("drafts are verified at another length than planned", "simulator.engine:SimulatedEngine._draft_length", "first <= batch <= last", "first < batch <= last"),
         ("the last step of a run has no room for its own token", "simulator.guesses:GuessedTokens._chain", "(self._tokens + k) // (k + 1)", "(self._tokens + k + 1) // (k + 1)"),
         ("the token after the drafts counts as accepted", "simulator.guesses:GuessedTokens.accepted", "self._tokens[run] - 1 - at", "self._tokens[run] - at"),
-        ("drafts of a tuned schedule cost nothing", "simulator.tuned:tuned_schedule", "drafts=batch * k", "drafts=0"),
     ],
     "tests/unit/simulator/test_truth.py": [
         ("a prompt beside a batch reads the weights again", "simulator.truth:ReplayedTruth.step_seconds", "prefill - min(seconds, prefill, self._decode[layout].shortest)", "prefill"),
@@ -60,10 +59,11 @@ MUTATIONS = mutations({
         ("nobody asks again whether a batch is over", "simulator.replay:simulate", "if policy.is_over(engine.now):", "if False:"),
     ],
     "tests/unit/advice/test_advise.py": [
+        ("drafts of a tuned schedule cost nothing", "advice.replay:draft_schedule", "drafts=batch * k", "drafts=0"),
         ("luck is a gain", "advice.replay:gain", "mean + half, mean - half", "mean, mean"),
         ("a gain as large as PAT's own work pays", "advice.replay:Gain.reaches", "(0.0, OWN_WORK)", "(0.0,)"),
-        ("drafts are advised where they cost time", "advice.verdict:conclude", "ours = best(records, (pat_plain, pat))", "ours = max((pat_plain, pat), key=lambda one: sum(seconds_of(records, one)))"),
-        ("PAT with drafts is compared with static layouts without", "advice.verdict:conclude", "over(pat, pat_plain)", "over(pat, fastest)"),
+        ("drafts are advised where they cost time", "advice.verdict:advise", "ours = best(results, (pat_plain, pat))", "ours = max((pat_plain, pat), key=lambda one: sum(seconds_of(results[one])))"),
+        ("PAT with drafts is compared with static layouts without", "advice.verdict:advise", "over(pat, pat_plain)", "over(pat, fastest)"),
         ("a wide replica has the limits of a wide one", "advice.rollouts:Rollouts.with_own_limits", "getattr(self.static, name)[base.tp]", "max(getattr(self.static, name).values())"),
         ("data-parallel ranks share experts", "advice.settings:_forms", "engines > 1 and not mixture", "engines > 1"),
     ],
