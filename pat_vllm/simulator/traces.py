@@ -97,12 +97,12 @@ class LengthTrace:
             "arrivals": (0.0,) * count,
             "groups": tuple(range(count)),
             "num_prompt_tokens": (_FILE_PROMPT,) * count,
+            "after": (-1,) * count,
         }
         for name, value in defaults.items():
             if not getattr(self, name):
                 object.__setattr__(self, name, value)  # of a frozen value that is being made
-        for name in (*defaults, "after"):
-            if len(getattr(self, name)) not in (0, count):
+            if len(getattr(self, name)) != count:
                 raise ValueError(f"{count} lengths but {len(getattr(self, name))} {name}")
         self._check_turns()
         longest = max(self.followed)
@@ -142,19 +142,15 @@ class LengthTrace:
     @cached_property
     def first(self) -> tuple[int, ...]:
         """For each request the first one of its trajectory, which may be itself."""
-        first = list(range(len(self)))
-        if self.has_turns:
-            for request, before in enumerate(self.after):
-                if before >= 0:
-                    first[request] = first[before]
+        first: list[int] = []
+        for request, before in enumerate(self.after):
+            first.append(request if before < 0 else first[before])
         return tuple(first)
 
     @cached_property
     def followed(self) -> tuple[int, ...]:
         """For each request the tokens of its trajectory that follow the first prompt, up to the end
         of its response."""
-        if not self.has_turns:
-            return self.lengths
         prompts = self.num_prompt_tokens
         return tuple(
             prompts[request] - prompts[first] + self.lengths[request]
@@ -243,25 +239,20 @@ def load_trace(path: Path) -> LengthTrace:
         ValueError: the file cannot be read, or its content is not a trace; says what is wrong, and
             where.
     """
-    path = Path(path)
     try:
         if path.suffix.lower() == ".json":
-            return _made(path.stem, read_json(path))
-        return _made(path.stem, {"lengths": _lines(read_text(path))})
-    except ValueError as error:
-        raise FileError(f"{name_of(path)} is not a length trace: {error}") from error
-
-
-def _made(stem: str, data: Any) -> LengthTrace:
-    if not isinstance(data, dict) or "lengths" not in data:
-        raise ValueError('expected a JSON object like {"lengths": [120, 4000]}')
-    try:
-        return _TRACE.validate_python({**data, "name": cut(str(data.get("name", stem)), 80)})
+            data = read_json(path)
+        else:
+            data = {"lengths": _lines(read_text(path))}
+        if not isinstance(data, dict) or "lengths" not in data:
+            raise ValueError('expected a JSON object like {"lengths": [120, 4000]}')
+        name = cut(str(data.get("name", path.stem)), 80)
+        return TypeAdapter(LengthTrace).validate_python({**data, "name": name})
     except ValidationError as error:
-        raise ValueError(first_problem(error)) from None
-
-
-_TRACE = TypeAdapter(LengthTrace)
+        problem = first_problem(error)
+    except ValueError as error:
+        problem = str(error)
+    raise FileError(f"{name_of(path)} is not a length trace: {problem}")
 
 
 def _lines(text: str) -> list[int]:
