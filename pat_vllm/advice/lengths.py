@@ -1,18 +1,9 @@
 """Lengths of earlier rollouts, from the files that people have of them. Pure.
 
-A file may be a JSON array of lengths, one length per line, a trace as `load_trace` takes it (its
-arrivals are left out), the `lengths_file` of an engine, or JSON lines with a record per response,
-as trainers' dumps have them:
-
-* `response_length`, in tokens: what both trainers call it. OpenRLHF 0.11.2 writes no file of its
-  rollouts; those of its `Experience` are lists, one number for each response of a micro-batch, and
-  have `total_length` beside it, the prompt included.
-* `output`, text: VeRL's `trainer.rollout_data_dir`, a file `STEP.jsonl` for each step (also a
-  directory of them), and the results of OpenRLHF's earlier batch inference. Its tokens have to be
-  counted.
-* `turns`, of a trajectory: a list of them, each with `response_length`, `appended_length` (tokens
-  that a tool or a user says to that) and `tool_seconds` (until the next turn is asked for). The
-  last one needs the first of these alone. `prompt_length` beside `turns` is that of the first turn.
+Formats are in docs/advise.md. Prompts are told by `prompt_length`, beside `turns` that of the first
+one, or by `total_length`, the prompt included. OpenRLHF 0.11.2 writes no file of its rollouts; its
+`Experience` has lists, one number for each response of a micro-batch. VeRL's
+`trainer.rollout_data_dir` has a file `STEP.jsonl` for each step.
 """
 
 from __future__ import annotations

@@ -125,11 +125,7 @@ def _near(configs: Sequence[Config], seconds: dict[Config, float]) -> list[Confi
 
 
 def replay_chain(rollouts: Rollouts, task: Task) -> list[SimulatedReport]:
-    """Replay a task: a report of each batch that counts.
-
-    Raises:
-        ValueError: a response does not fit into a replica's memory.
-    """
+    """Replay a task: a report of each batch that counts."""
     config, (first, *batches) = task.config, rollouts.chains[task.chain]
     batches = batches[:1] if task.screening else batches
     if config.layout is None:

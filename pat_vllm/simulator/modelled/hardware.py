@@ -1,9 +1,8 @@
 """Modelled profiles: step and switch times from public figures of GPUs and models. Pure.
 
-For planning and simulating machines that nobody measured. A roofline with explicit efficiencies:
-a step takes the longer of reading memory and computing, plus communication and overheads. Its
-absolute values may be off by tens of percent; such a profile is labelled "modelled" wherever it
-goes, and real steps correct it online.
+For planning and simulating machines that nobody measured, by a roofline. Its absolute values may be
+off by tens of percent; such a profile is labelled "modelled" wherever it goes, and real steps
+correct it online.
 """
 
 from __future__ import annotations
@@ -74,10 +73,8 @@ def modelled_profile(
         ranks: GPUs, connected as this GPU usually is.
         layouts: tensor-parallel sizes to consider; powers of two when not given. Those that cannot
             split the model, span nodes or leave no memory for KV are left out.
-        max_num_seqs: of a rank; a replica's follows its ranks as in an engine
-            (`pat_vllm/limits.py`), under static layouts and under PAT alike.
-        draft_lengths: those that decode steps are modelled for beside 0, with all drafts found and
-            with none.
+        max_num_seqs: of a rank; a replica's follows its ranks (`pat_vllm/limits.py`).
+        draft_lengths: those that decode steps are modelled for beside 0.
         drafting: seconds that a drafter adds to a step in which it runs; an assumption.
         experts: of a mixture, how they lie in layouts with tp > 1, as PAT's option.
         static: each layout has engines of its own.
