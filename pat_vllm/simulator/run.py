@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from pat_vllm.reporting import Report, SwitchReport
@@ -40,9 +39,7 @@ class SimulatedReport(Report):
     @property
     def generation_seconds(self) -> float:
         """From the first arrival to the last response."""
-        return max((at for at in self.finished if not math.isnan(at)), default=self.began) - (
-            self.began
-        )
+        return max(self.finished) - self.began
 
     @property
     def switches_on_the_way(self) -> tuple[SwitchReport, ...]:
