@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -79,8 +79,8 @@ class SimulatedReplica:
         began: when the chunk began.
         per_step: seconds of each of its steps, whose shape is `shape`.
         end: when the chunk is over; infinite between chunks.
-        steady: whether the chunk decodes all requests and nothing else happens. The next one is
-            alike then, but for longer contexts and fewer requests.
+        steady: whether the chunk decodes all requests and nothing else happens. The pace of the
+            next one is the same then.
     """
 
     shape: StepShape
@@ -151,11 +151,7 @@ class SimulatedReplica:
         Raises:
             ValueError: a request does not fit into the replica's memory.
         """
-        if self.steady and (step := self._next_alike(draft_length)):
-            self.scheduled = step
-            return step
-        self.steady = False
-        room = self._make_room()
+        room, steady = self._make_room(), self.steady and not self.waiting
         requests, computed = self._requests, self._requests.num_computed_tokens
         index, all_tokens = requests.tokens_of(self.running)
         uncomputed = all_tokens - computed[index]
@@ -201,30 +197,14 @@ class SimulatedReplica:
         if not decoding and not prefilling:
             raise self._too_long(requests.num_tokens(self.waiting[0]))
         k = draft_length(len(self.running))
-        if not self.waiting and len(decoding) == len(self.running):
+        self.steady = not self.waiting and len(decoding) == len(self.running)
+        if self.steady:
             decoding = self.running
-            self.steady = True
         least = requests.steps_left(decoding, k) if decoding else 1
-        pace = requests.pace(decoding, k)
+        alike = steady and k == self.scheduled.k
+        pace = self.scheduled.pace if alike else requests.pace(decoding, k)
         self.scheduled = ScheduledStep(decoding, prefilling, context, longest, least, room, k, pace)
         return self.scheduled
-
-    def _next_alike(self, draft_length: Callable[[int], int]) -> ScheduledStep | None:
-        """The next step of a steady replica; None where it has to be scheduled anew."""
-        k = self.scheduled.k
-        if self.waiting or not self.running or k != draft_length(len(self.running)):
-            return None
-        _, tokens = self._requests.tokens_of(self.running)
-        free = self.room - int(tokens.sum()) - len(self.running)
-        if free < 0:
-            return None
-        return replace(
-            self.scheduled,
-            context=int(tokens.sum()),
-            longest=int(tokens.max()),
-            steps_to_first_end=self._requests.steps_left(self.running, k),
-            free_tokens=free,
-        )
 
     def finish(self, steps: int) -> list[int]:
         """`steps` steps of the chunk are over, and the chunk with them.

@@ -17,7 +17,7 @@ MUTATIONS = mutations({
         ("a policy does not see the steps of a chunk", "simulator.engine:SimulatedEngine._live_requests", "requests.tokens_in(decoding, steps, k)", "0"),
         ("a replica runs one request too many", "simulator.replica:SimulatedReplica.schedule", "len(self.running) < most", "len(self.running) <= most"),
         ("a prompt is computed in a step whatever its length", "simulator.replica:SimulatedReplica.schedule", "if missing := tokens - int(computed[request]):\n                prefilling.append((request, min(missing, budget)))", "if missing := tokens - int(computed[request]):\n                prefilling.append((request, missing))"),
-        ("the context is that of one request", "simulator.replica:SimulatedReplica._next_alike", "context=int(tokens.sum())", "context=int(tokens.max())"),
+        ("the context is that of one request", "simulator.replica:SimulatedReplica.schedule", "int(all_tokens[ready].sum())", "int(all_tokens[ready].max(initial=0))"),
         ("a response ends a step early", "simulator.replica:SimulatedReplica.finish", ">= requests.columns[1, index]", ">= requests.columns[1, index] - 1"),
         ("batches share prompts", "simulator.replay:simulate_batches", "first + group for group", "group for group"),
     ],
