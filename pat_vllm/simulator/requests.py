@@ -40,12 +40,13 @@ class SimulatedRequests:
         self.has_turns = trace.has_turns
         self.trajectory = np.array(trace.first, np.int64)
         self.turn, self.held = np.zeros((2, len(trace)), np.int64)
+        self._before: dict[int, int] = {}
         self._next: dict[int, int] = {}
         for request, before in enumerate(trace.after):
             if before >= 0:
                 self.turn[request] = self.turn[before] + 1
                 self.held[request] = self.num_prompt_tokens[before] + self.length[before]
-                self._next[before] = request
+                self._before[request], self._next[before] = before, request
                 self.arrival[request] = math.inf
         self._trace = trace
         self.num_output_tokens, self.num_computed_tokens = np.zeros((2, len(self.length)), np.int64)
@@ -58,8 +59,7 @@ class SimulatedRequests:
 
     def before(self, request: int) -> int | None:
         """The request that one continues."""
-        before = self._trace.after[request]
-        return before if before >= 0 else None
+        return self._before.get(request)
 
     def next(self, request: int) -> int | None:
         """The request that continues one."""

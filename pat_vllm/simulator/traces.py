@@ -97,12 +97,12 @@ class LengthTrace:
             "arrivals": (0.0,) * count,
             "groups": tuple(range(count)),
             "num_prompt_tokens": (_FILE_PROMPT,) * count,
-            "after": (-1,) * count,
         }
         for name, value in defaults.items():
             if not getattr(self, name):
                 object.__setattr__(self, name, value)  # of a frozen value that is being made
-            if len(getattr(self, name)) != count:
+        for name in (*defaults, "after"):
+            if len(getattr(self, name)) not in (0, count):
                 raise ValueError(f"{count} lengths but {len(getattr(self, name))} {name}")
         self._check_turns()
         longest = max(self.followed)
@@ -142,9 +142,10 @@ class LengthTrace:
     @cached_property
     def first(self) -> tuple[int, ...]:
         """For each request the first one of its trajectory, which may be itself."""
-        first: list[int] = []
+        first = list(range(len(self)))
         for request, before in enumerate(self.after):
-            first.append(request if before < 0 else first[before])
+            if before >= 0:
+                first[request] = first[before]
         return tuple(first)
 
     @cached_property

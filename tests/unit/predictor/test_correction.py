@@ -90,8 +90,8 @@ def test_batches_whose_drafts_are_dear_take_less_time(monkeypatch: pytest.Monkey
     monkeypatch.setattr(ReplayedTruth, "step_seconds", dear)
 
     def seconds() -> float:
-        record = replay_chain(rollouts, Task(Config(None, PLANNED), 0))
-        return sum(report.generation_seconds for report in record.reports)
+        reports = replay_chain(rollouts, Task(Config(None, PLANNED), 0))
+        return sum(report.generation_seconds for report in reports)
 
     knowing = seconds()
     monkeypatch.setattr(correction_module, "_DRAFTS", 1e-9)

@@ -24,8 +24,9 @@ class Arrivals:
         self.requests: dict[int, Request] = {}
         self.draw = random.Random(0)
         self._trace = trace
-        self._next = {before: i for i, before in enumerate(trace.after) if before >= 0}
-        self.waiting = {i: 0.0 for i, before in enumerate(trace.after) if before < 0}
+        self._after = trace.after or [-1] * len(trace)
+        self._next = {before: i for i, before in enumerate(self._after) if before >= 0}
+        self.waiting = {i: 0.0 for i, before in enumerate(self._after) if before < 0}
 
     def until(self, now: float) -> Iterator[Request]:
         """Those that have come by now."""
@@ -33,7 +34,7 @@ class Arrivals:
             if self.waiting[number] > now:
                 return
             del self.waiting[number]
-            before = self._trace.after[number]
+            before = self._after[number]
             held = list(self.requests[before].all_token_ids) if before >= 0 else []
             count = self._trace.num_prompt_tokens[number] - len(held)
             prompt = [*held, *(self.draw.randrange(3, 300) for _ in range(count))]
