@@ -1,18 +1,9 @@
 """Lengths of earlier rollouts, from the files that people have of them. Pure.
 
-A file may be a JSON array of lengths, one length per line, a trace as `load_trace` takes it (its
-arrivals are left out), the `lengths_file` of an engine, or JSON lines with a record per response,
-as trainers' dumps have them:
-
-* `response_length`, in tokens: what both trainers call it. OpenRLHF 0.11.2 writes no file of its
-  rollouts; those of its `Experience` are lists, one number for each response of a micro-batch, and
-  have `total_length` beside it, the prompt included.
-* `output`, text: VeRL's `trainer.rollout_data_dir`, a file `STEP.jsonl` for each step (also a
-  directory of them), and the results of OpenRLHF's earlier batch inference. Its tokens have to be
-  counted.
-* `turns`, of a trajectory: a list of them, each with `response_length`, `appended_length` (tokens
-  that a tool or a user says to that) and `tool_seconds` (until the next turn is asked for). The
-  last one needs the first of these alone. `prompt_length` beside `turns` is that of the first turn.
+Formats are in docs/advise.md. Prompts are told by `prompt_length`, beside `turns` that of the first
+one, or by `total_length`, the prompt included. OpenRLHF 0.11.2 writes no file of its rollouts; its
+`Experience` has lists, one number for each response of a micro-batch. VeRL's
+`trainer.rollout_data_dir` has a file `STEP.jsonl` for each step.
 """
 
 from __future__ import annotations
@@ -87,11 +78,9 @@ class EarlierRollouts:
         random = np.random.default_rng(seed)
         picks = random.integers(len(self.lengths), size=requests).tolist()
         prompts = tuple(self.num_prompt_tokens[i] for i in picks) if self.num_prompt_tokens else ()
-        if self.trajectories:
-            turns = [self.trajectories[i] for i in picks]
-            return LengthTrace.of_trajectories(self.name, turns, max_tokens, seed, prompts)
-        batch = LengthTrace.batch(self.name, (self.lengths[i] for i in picks), max_tokens, seed)
-        return replace(batch, num_prompt_tokens=prompts) if prompts else batch
+        trajectories = self.trajectories or [(TurnLengths(length),) for length in self.lengths]
+        turns = [trajectories[i] for i in picks]
+        return LengthTrace.of_trajectories(self.name, turns, max_tokens, seed, prompts)
 
 
 def read_rollouts(path: Path, tokenize: Tokenize | None = None) -> EarlierRollouts:
@@ -151,22 +140,17 @@ def _read_file(path: Path, tokenize: Tokenize | None) -> EarlierRollouts:
         told = "num_prompt_tokens" in whole
         return EarlierRollouts(path.stem, trace.lengths, trace.num_prompt_tokens if told else ())
     if isinstance(whole, dict) and {"ends", "tokens"} <= whole.keys():
-        return _of_an_engine(path)
+        if not (lengths := learnt(path)):
+            raise ValueError(
+                f"{name_of(path)} was kept by an engine that has learnt from no response; run one "
+                "first. Requests with ignore_eos do not count: their lengths are prescribed"
+            )
+        return EarlierRollouts(path.stem, lengths)
     if not isinstance(whole, list):
         return _of_records(path, [("line 1", whole)], tokenize)
     if not whole:
         raise ValueError(f"{name_of(path)} is an empty array; expected {FORMATS}")
     return _of_records(path, [(f"entry {i}", one) for i, one in enumerate(whole, 1)], tokenize)
-
-
-def _of_an_engine(path: Path) -> EarlierRollouts:
-    """What an engine would expect of a batch's responses, from its `lengths_file`."""
-    if not (lengths := learnt(path)):
-        raise ValueError(
-            f"{name_of(path)} was kept by an engine that has learnt from no response; run one "
-            "first. Requests with ignore_eos do not count: their lengths are prescribed"
-        )
-    return EarlierRollouts(path.stem, lengths)
 
 
 def learnt(path: Path) -> tuple[int, ...]:
@@ -190,10 +174,10 @@ def expected_load(pat: PATConfig, engine: EngineShape, ranks: int) -> Load:
     policy = pat.policy
     if not isinstance(policy, PredictorPolicyConfig) or policy.lengths_file is None:
         return load
-    found: tuple[int, ...] = ()
     with contextlib.suppress(FileError):
-        found = learnt(Path(policy.lengths_file))
-    return replace(load, lengths=found) if found else load
+        if found := learnt(Path(policy.lengths_file)):
+            return replace(load, lengths=found)
+    return load
 
 
 def _json_lines(path: Path, text: str) -> list[tuple[str, Any]]:
@@ -231,13 +215,12 @@ def _of_records(
             prompts += _whole_numbers(at, PROMPT, one[PROMPT])
         elif TOTAL in one:
             totals = _whole_numbers(at, TOTAL, one[TOTAL])
-            if len(totals) != len(of_record) or any(
-                total <= length for total, length in zip(totals, of_record, strict=True)
-            ):
+            of_prompts = [total - length for total, length in zip(totals, of_record, strict=False)]
+            if len(totals) != len(of_record) or min(of_prompts, default=1) < 1:
                 raise ValueError(
                     f"{at}: {TOTAL} must exceed {LENGTH} by the prompt, got {shown(totals)}"
                 )
-            prompts += [total - length for total, length in zip(totals, of_record, strict=True)]
+            prompts += of_prompts
     told = len(prompts) == len(lengths)
     return EarlierRollouts(path.stem, tuple(lengths), tuple(prompts) if told else ())
 
@@ -253,13 +236,9 @@ def _of_trajectories(path: Path, records: Sequence[tuple[str, Any]]) -> EarlierR
                 f'{at}: "{TURNS}" must be a list of turns, as other lines have, got '
                 f"{shown(one if turns is None else turns)}"
             )
-        last = len(turns)
-        trajectories.append(
-            tuple(
-                _turn(f"{at}, turn {number}", turn, number == last)
-                for number, turn in enumerate(turns, 1)
-            )
-        )
+        numbered = [(f"{at}, turn {number}", turn) for number, turn in enumerate(turns, 1)]
+        *earlier, last = numbered
+        trajectories.append((*(_turn(*one) for one in earlier), _turn(*last, last=True)))
         if PROMPT in one:
             prompts += _whole_numbers(at, PROMPT, [one[PROMPT]])
     told = len(prompts) == len(trajectories)
@@ -269,7 +248,7 @@ def _of_trajectories(path: Path, records: Sequence[tuple[str, Any]]) -> EarlierR
     return EarlierRollouts(path.stem, lengths, tuple(prompts) if told else (), tuple(trajectories))
 
 
-def _turn(at: str, turn: Any, last: bool) -> TurnLengths:
+def _turn(at: str, turn: Any, last: bool = False) -> TurnLengths:
     """A turn of a record. What follows the last one's response does not matter."""
     wanted = (LENGTH,) if last else (LENGTH, APPENDED, TOOL)
     if not isinstance(turn, dict) or any(name not in turn for name in wanted):

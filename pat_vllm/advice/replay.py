@@ -1,15 +1,14 @@
 """Static layouts and PAT on the same batches. Pure.
 
-All have the same responses, the same tokens that a drafter guesses and the same router. What was
-replayed is a list of records; which configuration is best, and what one gains over another, are
-functions over it.
+All have the same responses, the same tokens that a drafter guesses and the same router.
 """
 
 from __future__ import annotations
 
 import math
 import multiprocessing
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,10 +20,11 @@ import numpy as np
 from pat_vllm.advice.rollouts import Rollouts
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.adaptive import AdaptivePolicy
-from pat_vllm.predictor.policy import Policy, SchedulePolicy
+from pat_vllm.predictor.policy import SchedulePolicy
+from pat_vllm.profiling.profile import StepShape
+from pat_vllm.simulator.guesses import GuessedTokens
 from pat_vllm.simulator.replay import simulate_batches
 from pat_vllm.simulator.run import SimulatedReport
-from pat_vllm.simulator.tuned import tuned_schedule
 from pat_vllm.speculation import Schedule
 from pat_vllm.text_only import starting_with_safe_path
 
@@ -43,6 +43,8 @@ _NEAR = 1.1
 """Static configurations within this of the best of their kind in the first batch are replayed in
 all."""
 _CONFIDENCE = 0.95
+_MANY = 512
+"""Steps whose mean time a tuned schedule knows."""
 
 
 class Config(NamedTuple):
@@ -64,12 +66,8 @@ class Config(NamedTuple):
         return f"{name}, {self.drafts}" + (", vLLM's own limits" if self.own_limits else "")
 
 
-class Record(NamedTuple):
-    """A chain of batches in a configuration: a report of each batch that counts."""
-
-    config: Config
-    chain: int
-    reports: tuple[SimulatedReport, ...]
+Results = Mapping[Config, Sequence[SimulatedReport]]
+"""Of each configuration a report of each batch that counts, chain by chain."""
 
 
 class Task(NamedTuple):
@@ -80,7 +78,7 @@ class Task(NamedTuple):
     screening: bool = False
 
 
-def replay(rollouts: Rollouts, processes: int = 1) -> list[Record]:
+def replay(rollouts: Rollouts, processes: int = 1) -> Results:
     """Replay PAT and the static configurations that matter, all reported batches of each.
 
     Static configurations are compared in the first batch; those that come near the best of their
@@ -101,22 +99,24 @@ def replay(rollouts: Rollouts, processes: int = 1) -> list[Record]:
         ours.insert(0, Config(None, PLANNED))
         drafts = [*(f"k = {k}" for k in rollouts.draft_lengths[1:]), TUNED]
         static += [Config(*each) for each in product(layouts, drafts)]
+    results: defaultdict[Config, list[SimulatedReport]] = defaultdict(list)
+    first: dict[Config, float] = {}
     with _runner(rollouts, processes) as run:
         tasks = [Task(*each) for each in product(ours, chains)]
-        records, first = [], {}
         screening = [Task(config, 0, screening=True) for config in (*static, *own)]
-        for record in run([*tasks, *screening]):
-            if record.config.layout is None:
-                records.append(record)
+        for task, reports in run([*tasks, *screening]):
+            if task.screening:
+                first[task.config] = reports[0].generation_seconds
             else:
-                first[record.config] = record.reports[0].generation_seconds
+                results[task.config] += reports
         kinds = [own, plain, static]
         if rollouts.all_layouts:
             kinds += [[one for one in static if one.layout == layout] for layout in layouts]
             kinds += [[one] for one in plain]
-        near = [one for kind in kinds for one in _near(kind, first)]
-        records += run([Task(*each) for each in product(dict.fromkeys(near), chains)])
-    return records
+        near = dict.fromkeys(one for kind in kinds for one in _near(kind, first))
+        for task, reports in run([Task(*each) for each in product(near, chains)]):
+            results[task.config] += reports
+    return dict(results)
 
 
 def _near(configs: Sequence[Config], seconds: dict[Config, float]) -> list[Config]:
@@ -124,47 +124,64 @@ def _near(configs: Sequence[Config], seconds: dict[Config, float]) -> list[Confi
     return [one for one in configs if seconds[one] <= most]
 
 
-def replay_chain(rollouts: Rollouts, task: Task) -> Record:
-    """Replay a task.
-
-    Raises:
-        ValueError: a response does not fit into a replica's memory.
-    """
+def replay_chain(rollouts: Rollouts, task: Task) -> list[SimulatedReport]:
+    """Replay a task: a report of each batch that counts."""
     config, (first, *batches) = task.config, rollouts.chains[task.chain]
     batches = batches[:1] if task.screening else batches
-    policy: Policy
     if config.layout is None:
-        policy = AdaptivePolicy(
+        pat = AdaptivePolicy(
             rollouts.profile,
             bound=max(batch.max_tokens for batch in batches),
             draft_lengths=(0,) if config.drafts == PLAIN else rollouts.draft_lengths,
             # The time that planning takes here is not the simulated engine's.
             timer=lambda: 0.0,
         )
-        every = simulate_batches((first, *batches), policy, rollouts.truth, rollouts.profile)
-        reports = every[1:]
-    else:
-        static = rollouts.with_own_limits if config.own_limits else rollouts.static
-        schedule = draft_schedule(rollouts, config)
-        policy = SchedulePolicy(config.layout, (), {config.layout: schedule})
-        reports = simulate_batches(batches, policy, rollouts.truth, static)
-    return Record(config, task.chain, tuple(reports))
+        return simulate_batches((first, *batches), pat, rollouts.truth, rollouts.profile)[1:]
+    engine = rollouts.with_own_limits if config.own_limits else rollouts.static
+    policy = SchedulePolicy(config.layout, (), {config.layout: draft_schedule(rollouts, config)})
+    return simulate_batches(batches, policy, rollouts.truth, engine)
 
 
 def draft_schedule(rollouts: Rollouts, config: Config) -> Schedule:
-    """Draft lengths of a static configuration, by batch size."""
-    assert config.layout is not None
-    most = rollouts.static.max_num_seqs[config.layout.tp]
-    if config.drafts == TUNED:
-        return tuned_schedule(
-            rollouts.truth, config.layout, most, rollouts.batches, rollouts.draft_lengths
+    """Draft lengths of a static configuration, by batch size.
+
+    A tuned one has those with least time per token, by somebody who knows how many drafts will be
+    accepted, and the mean context of a token.
+    """
+    layout, batches, draft_lengths = config.layout, rollouts.batches, rollouts.draft_lengths
+    assert layout is not None
+    most = rollouts.static.max_num_seqs[layout.tp]
+    if config.drafts != TUNED:
+        return ((1, most, int(config.drafts.removeprefix("k = "))),)
+    lengths = np.array([length for batch in batches for length in batch.lengths])
+    prompts = np.array([tokens for batch in batches for tokens in batch.num_prompt_tokens])
+    context = int((lengths * (prompts + lengths / 2)).sum() / lengths.sum())
+    each = [
+        GuessedTokens.of(batch).drafting(
+            np.arange(len(batch)), np.zeros(len(batch), np.int64), draft_lengths
         )
-    return ((1, most, int(config.drafts.removeprefix("k = "))),)
+        for batch in batches
+    ]
+    tokens = dict(zip(draft_lengths, np.mean([one.tokens for one in each], axis=0), strict=True))
+
+    def best(batch: int) -> int:
+        def per_token(k: int) -> float:
+            shape = StepShape(
+                batch, batch * context, context, busy=layout.replicas, drafts=batch * k, k=k
+            )
+            return rollouts.truth.step_seconds(layout, shape, 0.0, _MANY) / float(tokens[k])
+
+        return min(draft_lengths, key=per_token)
+
+    # vLLM's tables name few batch sizes, too: powers of two.
+    bounds = [2**i for i in range(int(math.log2(most)) + 1)]
+    ends = [*(bound * 2 - 1 for bound in bounds[:-1]), most]
+    return tuple((first, last, best(first)) for first, last in zip(bounds, ends, strict=True))
 
 
 # -------------------------------------------------------------------- processes
 
-Run = Callable[[Sequence[Task]], Iterable[Record]]
+Run = Callable[[Sequence[Task]], Iterable[tuple[Task, list[SimulatedReport]]]]
 
 _rollouts: Rollouts
 """Of a process of the pool."""
@@ -175,15 +192,15 @@ def _begin(rollouts: Rollouts) -> None:
     _rollouts = rollouts
 
 
-def _replay_here(task: Task) -> Record:
+def _replay_here(task: Task) -> list[SimulatedReport]:
     return replay_chain(_rollouts, task)
 
 
 @contextmanager
 def _runner(rollouts: Rollouts, processes: int) -> Iterator[Run]:
-    """Replays tasks, the longest first; yields their records in the same order."""
+    """Replays tasks, the longest first; yields each with its reports, in the same order."""
     if processes == 1:
-        yield lambda tasks: [replay_chain(rollouts, task) for task in tasks]
+        yield lambda tasks: ((task, replay_chain(rollouts, task)) for task in tasks)
         return
     # Threads of this process (a progress bar's) must not be forked.
     context = multiprocessing.get_context("spawn")
@@ -191,27 +208,20 @@ def _runner(rollouts: Rollouts, processes: int) -> Iterator[Run]:
         starting_with_safe_path(),
         ProcessPoolExecutor(processes, context, _begin, (rollouts,)) as pool,
     ):
-        yield lambda tasks: pool.map(_replay_here, tasks)
+        yield lambda tasks: zip(tasks, pool.map(_replay_here, tasks), strict=True)
 
 
-# -------------------------------------------------------------------- over records
+# -------------------------------------------------------------------- over results
 
 
-def reports_of(records: Iterable[Record], config: Config) -> tuple[SimulatedReport, ...]:
-    """Of each reported batch in a configuration, chain by chain."""
-    return tuple(
-        report for record in records if record.config == config for report in record.reports
-    )
+def seconds_of(reports: Iterable[SimulatedReport]) -> tuple[float, ...]:
+    """Seconds of each batch."""
+    return tuple(report.generation_seconds for report in reports)
 
 
-def seconds_of(records: Iterable[Record], config: Config) -> tuple[float, ...]:
-    """Seconds of each reported batch in a configuration."""
-    return tuple(report.generation_seconds for report in reports_of(records, config))
-
-
-def best(records: Sequence[Record], configs: Iterable[Config]) -> Config:
+def best(results: Results, configs: Iterable[Config]) -> Config:
     """The configuration that is fastest over all batches."""
-    return min(configs, key=lambda config: sum(seconds_of(records, config)))
+    return min(configs, key=lambda config: sum(seconds_of(results[config])))
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,9 @@ from pat_vllm.simulator.modelled.hardware import (
 from pat_vllm.simulator.shapes import GENERATORS
 from pat_vllm.simulator.traces import LONGEST_PROMPT, LengthTrace, load_trace
 from pat_vllm.simulator.truth import ReplayedTruth
-from pat_vllm.simulator.tuned import DRAFT_LENGTHS
+
+DRAFT_LENGTHS = (0, 1, 2, 4, 7)
+"""Those that an engine with `num_speculative_tokens` 7 keeps ready."""
 
 _CHAINS = 2
 """Rows of batches in which PAT learns anew; of two processes each takes one."""
@@ -160,20 +162,10 @@ def engine_of(options: AdviseOptions) -> Profile:
             f"8, and {options.gpus} GPUs leave only groups of 1, nothing to switch between; name "
             "an even number"
         )
-    _check_heads(options.model, options.gpus)
-    return modelled_engine(options, static=True)
-
-
-def _check_heads(model: str, gpus: int) -> None:
-    """Check that vLLM can run the model with a tensor parallelism of all GPUs.
-
-    Raises:
-        ValueError: it cannot.
-    """
-    config, name = named_config(model)
+    config, name = named_config(options.model)
     shape = ModelSize.of(config)
-    if shape.divides(gpus):
-        return
+    if shape.divides(options.gpus):
+        return modelled_engine(options, static=True)
     allowed = [tp for tp in range(2, NODE_SIZE + 1, 2) if shape.divides(tp)]
     way_out = "an engine on one GPU is all that it can have"
     if allowed:
@@ -182,8 +174,9 @@ def _check_heads(model: str, gpus: int) -> None:
             "share of the responses (--responses)"
         )
     raise ValueError(
-        f"--gpus is {gpus}, but vLLM cannot split {name} over {gpus} ranks, with its {shape.heads} "
-        f"attention heads, {shape.kv_heads} KV heads and MLPs of {shape.intermediate}; {way_out}"
+        f"--gpus is {options.gpus}, but vLLM cannot split {name} over {options.gpus} ranks, with "
+        f"its {shape.heads} attention heads, {shape.kv_heads} KV heads and MLPs of "
+        f"{shape.intermediate}; {way_out}"
     )
 
 
@@ -251,7 +244,11 @@ def _drawn(
     usual = _ITERATIONS_WITH_DRAFTS if options.acceptance else _ITERATIONS
     count = (options.iterations or usual) + _CHAINS
     most, prompt = _longest(options, earlier, max_model_len)
-    batches = [_batch(options, earlier, most, prompt, options.seed + i) for i in range(count)]
+    draw = earlier.draw if earlier is not None else GENERATORS[options.shape]
+    drawn = [draw(options.responses, most, options.seed + i) for i in range(count)]
+    batches = [
+        replace(batch.with_prompts(prompt), acceptance=options.acceptance or 0.0) for batch in drawn
+    ]
     return tuple(tuple(batches[i::_CHAINS]) for i in range(_CHAINS))
 
 
@@ -279,16 +276,6 @@ def _check_room(longest: int, max_model_len: int | None) -> None:
             f"was measured with max_model_len={max_model_len}; name shorter responses "
             "(--max-tokens), or profile an engine with a larger max_model_len"
         )
-
-
-def _batch(
-    options: AdviseOptions, earlier: EarlierRollouts | None, most: int, prompt: int, seed: int
-) -> LengthTrace:
-    if earlier is not None:
-        batch = earlier.draw(options.responses, most, seed)
-    else:
-        batch = GENERATORS[options.shape](options.responses, most, seed)
-    return replace(batch.with_prompts(prompt), acceptance=options.acceptance or 0.0)
 
 
 def _tokenizer(options: AdviseOptions) -> Tokenize | None:

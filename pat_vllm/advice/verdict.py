@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from pat_vllm.advice.options import AdviseOptions
-from pat_vllm.advice.replay import (
-    PLANNED,
-    Config,
-    Gain,
-    Record,
-    best,
-    gain,
-    replay,
-    reports_of,
-    seconds_of,
-)
+from pat_vllm.advice.replay import PLANNED, Config, Gain, Results, best, gain, replay, seconds_of
 from pat_vllm.advice.rollouts import Rollouts, rollouts_of
-from pat_vllm.simulator.run import SimulatedReport
 
 
 class Source(NamedTuple):
@@ -40,21 +29,21 @@ class Advice:
         static: the best static layout with its best draft length, at equal concurrency.
         pat_plain: PAT without drafts.
         pat: PAT; the same as `pat_plain` where no drafts are accepted.
-        gain: of PAT over `static`.
+        ours: PAT as advised: the faster of the two.
+        gain: of `ours` over `static`.
         sources: of all that PAT saves over `own`, by name: "concurrency", "layout", "draft length".
-        drafts: whether drafts make PAT faster.
     """
 
     rollouts: Rollouts
-    records: Sequence[Record]
+    results: Results
     own: Config
     plain: Config
     static: Config
     pat_plain: Config
     pat: Config
+    ours: Config
     gain: Gain
     sources: Mapping[str, Source]
-    drafts: bool
 
     @property
     def pays(self) -> bool:
@@ -67,17 +56,13 @@ class Advice:
         return self.rollouts.profile.kind == "modelled"
 
     @property
-    def ours(self) -> Config:
-        """PAT as advised, with drafts or without."""
-        return self.pat if self.drafts else self.pat_plain
-
-    def reports(self, config: Config) -> tuple[SimulatedReport, ...]:
-        """Of each reported batch."""
-        return reports_of(self.records, config)
+    def drafts(self) -> bool:
+        """Whether drafts make PAT faster."""
+        return self.ours != self.pat_plain
 
     def seconds(self, config: Config) -> tuple[float, ...]:
         """Of each reported batch."""
-        return seconds_of(self.records, config)
+        return seconds_of(self.results[config])
 
     @property
     def shown(self) -> list[Config]:
@@ -86,17 +71,17 @@ class Advice:
         if self.rollouts.all_layouts:
             for layout in self.rollouts.static.layouts:
                 of_layout = [
-                    record.config
-                    for record in self.records
-                    if record.config.layout == layout and not record.config.own_limits
+                    config
+                    for config in self.results
+                    if config.layout == layout and not config.own_limits
                 ]
-                shown += [Config(layout), best(self.records, of_layout)]
+                shown += [Config(layout), best(self.results, of_layout)]
         return list(dict.fromkeys((*shown, self.pat_plain, self.pat)))
 
     @property
     def path(self) -> str:
         """PAT's layouts in the last batch, and the live requests at which it went there."""
-        report = self.reports(self.ours)[-1]
+        report = self.results[self.ours][-1]
         begins = f"begins in {report.timeline[0].layout}"
         if not report.switches_on_the_way:
             return f"{begins} and stays there"
@@ -106,7 +91,7 @@ class Advice:
     def to_json(self) -> dict[str, Any]:
         """Plain values; times in seconds of each reported batch, gains as fractions."""
         profile, batches = self.rollouts.profile, self.rollouts.batches
-        switches = [len(one.switches_on_the_way) for one in self.reports(self.ours)]
+        switches = [len(one.switches_on_the_way) for one in self.results[self.ours]]
         content = {
             "simulated": True,
             "step_and_switch_times": profile.kind,
@@ -161,23 +146,18 @@ def advise(options: AdviseOptions, processes: int = 1) -> Advice:
         ValueError: an option or a file is wrong, or cannot be read.
     """
     rollouts = rollouts_of(options)
-    return conclude(rollouts, replay(rollouts, processes))
-
-
-def conclude(rollouts: Rollouts, records: Sequence[Record]) -> Advice:
-    """What replays say."""
-    configs = list(dict.fromkeys(record.config for record in records))
-    static = [one for one in configs if one.layout and not one.own_limits]
-    own = best(records, [one for one in configs if one.own_limits])
-    plain = best(records, [one for one in static if one == Config(one.layout)])
-    fastest = best(records, static)
+    results = replay(rollouts, processes)
+    static = [one for one in results if one.layout and not one.own_limits]
+    own = best(results, [one for one in results if one.own_limits])
+    plain = best(results, [one for one in static if one == Config(one.layout)])
+    fastest = best(results, static)
     drafted = len(rollouts.draft_lengths) > 1
     pat_plain, pat = Config(None), Config(None, PLANNED) if drafted else Config(None)
 
     def over(ours: Config, theirs: Config) -> Gain:
-        return gain(seconds_of(records, ours), seconds_of(records, theirs))
+        return gain(seconds_of(results[ours]), seconds_of(results[theirs]))
 
-    ours = best(records, (pat_plain, pat))
+    ours = best(results, (pat_plain, pat))
     sources = {
         "concurrency": Source(
             over(plain, own),
@@ -195,13 +175,13 @@ def conclude(rollouts: Rollouts, records: Sequence[Record]) -> Advice:
         )
     return Advice(
         rollouts,
-        records,
+        results,
         own,
         plain,
         fastest,
         pat_plain,
         pat,
+        ours,
         gain=over(ours, fastest),
         sources=sources,
-        drafts=ours != pat_plain,
     )

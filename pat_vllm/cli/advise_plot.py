@@ -24,7 +24,8 @@ def plot_advice(advice: Advice, path: Path) -> None:
     iteration in every configuration below."""
     kind = "modelled" if advice.modelled else "simulated"
     shown = advice.shown
-    ours, static = (advice.reports(one)[-1] for one in (advice.ours, advice.static))
+    last = (advice.results[one][-1] for one in (advice.ours, advice.static))
+    ours, static = (Run(one, one.began, one.seconds) for one in last)
     figure, (above, below) = new_figure([4.7, 0.3 * len(shown) + 0.5], same_time=False)
     figure.suptitle(f"{heading(advice)}\n{verdict(advice)}", fontsize=9, wrap=True)
 
@@ -32,9 +33,8 @@ def plot_advice(advice: Advice, path: Path) -> None:
     used = {layout for layout, _, _ in ours.spans}
     bands = layout_bands(above, ours.spans, {one: colour[one] for one in sorted(used)})
     for label, run, shade in (("best static", static, _STATIC), ("PAT", ours, SWITCH_COLOUR)):
-        live = Run(run, run.began, run.seconds).live
-        draw_live(above, live, color=shade, label=f"{label}: {run.seconds:.1f} s ({kind})")
-    scale_live(above, len(ours.finished))
+        draw_live(above, run.live, color=shade, label=f"{label}: {run.seconds:.1f} s ({kind})")
+    scale_live(above, len(advice.rollouts.batches[-1]))
     above.set_xlabel("time since the last iteration's requests were submitted (s)")
     above.add_artist(above.legend(loc="upper right", fontsize=8))
     above.legend(handles=bands, title="PAT", loc="lower left", fontsize=8)

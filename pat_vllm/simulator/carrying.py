@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 from pat_vllm.layout import Layout
 from pat_vllm.routing import Placed, spread
-from pat_vllm.simulator.free_memory import FreeMemory
 from pat_vllm.simulator.replica import SimulatedReplica
 from pat_vllm.simulator.requests import SimulatedRequests
 
@@ -46,14 +45,12 @@ def carry(
     fresh: Sequence[SimulatedReplica],
     source: Layout,
     target: Layout,
-    memory: int,
 ) -> Carried:
     """Carry the live requests and, in traces with turns, contexts.
 
     Args:
         replicas: of layout `source`.
         fresh: of layout `target`.
-        memory: tokens whose KV one of them has room for.
     """
     computed = requests.num_computed_tokens.tolist()
     live = [
@@ -62,13 +59,9 @@ def carry(
         for request in (*replica.running, *replica.waiting)
     ]
     live.sort(key=lambda one: one[0])  # those without KV queue behind
-    places = spread(
-        [Placed(f"{i:09}", replica, requests.num_tokens(i)) for _, i, replica in live],
-        source,
-        target,
-    )
-    placement = {request: places[f"{request:09}"] for _, request, _ in live}
-    room = [memory] * len(fresh)
+    held = {i: (replica, requests.num_tokens(i)) for _, i, replica in live}
+    placement = _spread(held, source, target)
+    room = [replica.room for replica in fresh]
     full: set[int] = set()
     migrated = tokens = recomputed = 0
     for waits, request, _ in live:
@@ -87,10 +80,16 @@ def carry(
             recomputed += 1
     cached = 0
     if requests.has_turns:
-        cached = _carry_contexts(requests, replicas, fresh, source, target, placement, room, memory)
+        cached = _carry_contexts(requests, replicas, fresh, source, target, placement, room)
     if source.shares_kv(target):
         cached = 0  # where it was
     return Carried(len(live), migrated, recomputed, tokens, cached)
+
+
+def _spread(held: Mapping[int, tuple[int, int]], source: Layout, target: Layout) -> dict[int, int]:
+    """Replicas of `target`, as an engine spreads what (replica, tokens) are of `source`."""
+    placed = [Placed(f"{i:09}", replica, tokens) for i, (replica, tokens) in held.items()]
+    return {int(name): replica for name, replica in spread(placed, source, target).items()}
 
 
 class _Context(NamedTuple):
@@ -115,8 +114,7 @@ def _carry_contexts(
     source: Layout,
     target: Layout,
     placement: Mapping[int, int],
-    room: Sequence[int],
-    memory: int,
+    room: list[int],
 ) -> int:
     """Put contexts into the memory of new replicas that live requests leave.
 
@@ -124,55 +122,35 @@ def _carry_contexts(
 
     Args:
         placement: replica of `fresh` for each live request.
-        room: tokens for which each new replica has memory beside its live requests.
-        memory: for which it has memory in all.
+        room: tokens for which each new replica has memory beside its live requests; less what is
+            carried, in the end.
 
     Returns:
         Tokens that are carried.
     """
-    found = [
-        context
-        for replica in replicas
-        if replica.free is not None
-        for owner in replica.free.owners
-        if (context := _context(requests, replica, owner, placement)) is not None
-    ]
+    found: list[_Context] = []
+    for replica in replicas:
+        for owner in replica.free.owners:
+            following = requests.next(owner)
+            user = owner if owner in placement else following
+            waits = user if user in placement else None
+            if waits is not None and requests.num_computed_tokens[waits]:
+                continue  # that one holds it, or has a context of its own
+            if waits is None and following is not None and requests.num_output_tokens[following]:
+                continue  # that one has ended, elsewhere
+            tokens = replica.free.left_by(owner)
+            found.append(_Context(owner, replica.index, tokens, waits, requests.finished[owner]))
     found.sort(key=lambda one: -one.used if one.waits is None else -math.inf)
-    idle = [(f"{i:09}", one) for i, one in enumerate(found) if one.waits is None]
-    spread_out = spread(
-        [Placed(name, one.replica, one.tokens) for name, one in idle], source, target
-    )
-    left = list(room)
+    idle = {i: (one.replica, one.tokens) for i, one in enumerate(found) if one.waits is None}
+    spread_out = _spread(idle, source, target)
     taken: list[list[tuple[int, int]]] = [[] for _ in fresh]
     for i, one in enumerate(found):
-        at = spread_out[f"{i:09}"] if one.waits is None else placement[one.waits]
-        if (tokens := min(one.tokens, left[at])) > 0:
-            left[at] -= tokens
+        at = spread_out[i] if one.waits is None else placement[one.waits]
+        if (tokens := min(one.tokens, room[at])) > 0:
+            room[at] -= tokens
             taken[at].append((one.owner, tokens))
     for replica, contexts in zip(fresh, taken, strict=True):
-        replica.free = FreeMemory(memory - sum(tokens for _, tokens in contexts))
         for owner, tokens in reversed(contexts):
+            replica.free.overwrite(tokens)
             replica.free.free(tokens, owner)
     return sum(tokens for contexts in taken for _, tokens in contexts)
-
-
-def _context(
-    requests: SimulatedRequests,
-    replica: SimulatedReplica,
-    owner: int,
-    live: Mapping[int, int],
-) -> _Context | None:
-    """What a request has left; None where another has taken its place."""
-    assert replica.free is not None
-    following = requests.next(owner)
-    user = owner if owner in live else following
-    if user in live:
-        if requests.num_computed_tokens[user]:
-            return None
-        waits = user
-    elif following is not None and requests.num_output_tokens[following]:
-        return None  # it has ended, elsewhere
-    else:
-        waits = None
-    tokens = replica.free.left_by(owner)
-    return _Context(owner, replica.index, tokens, waits, requests.finished[owner])

@@ -13,7 +13,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -22,26 +21,17 @@ from pat_vllm.predictor.acceptance import Drafting
 from pat_vllm.predictor.policy import Policy
 from pat_vllm.predictor.state import Ints, LiveRequests, LiveState
 from pat_vllm.profiling.profile import Profile
-from pat_vllm.reporting import (
-    DraftSample,
-    LayoutSteps,
-    LiveSample,
-    PredictorReport,
-    SwitchReport,
-)
+from pat_vllm.reporting import LiveSample, SwitchReport
 from pat_vllm.routing import Router
 from pat_vllm.simulator.carrying import carry
 from pat_vllm.simulator.replica import SimulatedReplica
 from pat_vllm.simulator.requests import SimulatedRequests
 from pat_vllm.simulator.run import SimulatedReport
+from pat_vllm.simulator.traces import LengthTrace
 from pat_vllm.simulator.truth import Truth
-
-if TYPE_CHECKING:
-    from pat_vllm.simulator.traces import LengthTrace
 
 CHUNK = 32
 """Most steps that a replica is advanced at once, and after which its policy is asked again."""
-
 
 _TOLD_OF_DRAFTS = 8
 """Steps of a chunk of which a policy is told what drafts were accepted. An engine tells of as many
@@ -64,7 +54,11 @@ class SimulatedLiveRequests(LiveRequests):
 
 
 class SimulatedEngine:
-    """State of a simulated engine. It reports to its policy, but does not ask it."""
+    """State of a simulated engine. It reports to its policy, but does not ask it.
+
+    Attributes:
+        arriving: requests that have yet to arrive, those included that continue others.
+    """
 
     def __init__(
         self,
@@ -82,27 +76,20 @@ class SimulatedEngine:
         self._began = began
         self._truth, self._profile, self._chunk, self._policy = truth, profile, chunk, policy
         self._requests = SimulatedRequests(trace, began)
-        self._to_come = len(self._requests)
+        self.arriving = len(self._requests)
         # Those whose time is known.
         self._arrivals = [
             (at, request) for request, at in enumerate(self._requests.arrival) if at < math.inf
         ]
         heapify(self._arrivals)
         self._last_arrival = began
-        self._replicas = _replicas_of(self.layout)
+        self._replicas = self._new_replicas()
         self._router = Router(block_size=1)
         self._switches: list[SwitchReport] = []
         self._timeline: list[LiveSample] = []
-        self._steps: dict[Layout, list[tuple[int, float]]] = {}
-        self._drafts: list[DraftSample] = []
         self._admit_arrivals()
 
     # ---------------------------------------------------------------- looking
-
-    @property
-    def arriving(self) -> int:
-        """Requests that have yet to arrive, those included that continue others."""
-        return self._to_come
 
     @property
     def _next_arrival(self) -> float:
@@ -113,6 +100,12 @@ class SimulatedEngine:
         """What a policy sees."""
         quiet = self.now - self._last_arrival
         return LiveState(self.now, self.layout, self.num_seqs, quiet, self._live_requests)
+
+    def _new_replicas(self) -> list[SimulatedReplica]:
+        return [
+            SimulatedReplica(index, self._requests, self._profile, self.layout.tp)
+            for index in range(self.layout.replicas)
+        ]
 
     def _live_requests(self) -> SimulatedLiveRequests:
         requests, replicas = self._requests, self._replicas
@@ -147,8 +140,8 @@ class SimulatedEngine:
             drafting=lambda lengths: requests.guesses.drafting(index, outputs, lengths),
         )
 
-    def report(self, predictor: PredictorReport) -> SimulatedReport:
-        """The run so far; `predictor` is what the policy did in it."""
+    def report(self) -> SimulatedReport:
+        """The run so far."""
         switches = tuple(self._switches)
         first = switches[0].source if switches else self.layout
         return SimulatedReport(
@@ -157,9 +150,7 @@ class SimulatedEngine:
             switches=switches,
             refused=(),
             timeline=tuple(self._timeline),
-            steps={layout: _summed(chunks) for layout, chunks in self._steps.items()},
-            predictor=predictor,
-            drafts=tuple(self._drafts),
+            predictor=self._policy.report(since=self._began),
             began=self._began,
             back=self.now,
             tokens=int(self._requests.num_output_tokens.sum()),
@@ -202,16 +193,13 @@ class SimulatedEngine:
         turns also the contexts of ended ones, as far as there is room."""
         at, source = self.now, self.layout
         self.drain()
-        requests = self._requests
         for replica in self._replicas:
-            replica.forget_overwritten(requests, self._profile.kv_tokens[source.tp])
+            replica.forget_overwritten()
         quiesce = self.now - at
         self.layout = target
-        old, self._replicas = self._replicas, _replicas_of(target)
+        old, self._replicas = self._replicas, self._new_replicas()
         self._router.forget()
-        carried = carry(
-            requests, old, self._replicas, source, target, self._profile.kv_tokens[target.tp]
-        )
+        carried = carry(self._requests, old, self._replicas, source, target)
         fixed = self._truth.switch_seconds(source, target, 0, 0)
         seconds = self._truth.switch_seconds(
             source, target, carried.migrated, carried.tokens + carried.cached_tokens
@@ -258,7 +246,7 @@ class SimulatedEngine:
         while self._next_arrival <= self.now:
             _, request = heappop(self._arrivals)
             self._replicas[self._route(request)].waiting.append(request)
-            self._to_come -= 1
+            self.arriving -= 1
             self.num_seqs += 1
             self._last_arrival = self.now
             arrived = True
@@ -275,7 +263,7 @@ class SimulatedEngine:
             return self._router.route(prefixes, loads)
         prefixes.append(("trajectory", int(requests.trajectory[request])))
         return self._router.route(
-            prefixes, loads, [replica.cached(requests, request) for replica in replicas]
+            prefixes, loads, [replica.cached(request) for replica in replicas]
         )
 
     def _note(self) -> None:
@@ -287,13 +275,8 @@ class SimulatedEngine:
 
     def _start(self, replica: SimulatedReplica, busy: int) -> None:
         """Start a chunk: what it computes, how many steps it has, and how long they take."""
-        scheduled = replica.schedule(
-            self._requests,
-            self._profile,
-            self.layout.tp,
-            # The first step in a layout has no drafts to verify.
-            self._draft_length if replica.made else lambda batch: 0,
-        )
+        # The first step in a layout has no drafts to verify.
+        scheduled = replica.schedule(self._draft_length if replica.made else lambda batch: 0)
         steps = 1
         if not scheduled.prefilling:
             steps = min(scheduled.steps_to_first_end, self._chunk)
@@ -326,12 +309,13 @@ class SimulatedEngine:
 
     def _finish(self, replica: SimulatedReplica, steps: int) -> None:
         """`steps` steps of the replica's chunk are over, and the chunk with them."""
-        seconds = steps * replica.per_step
-        ended = replica.began + seconds
+        ended = replica.began + steps * replica.per_step
         if self._policy.learns and replica.shape.batch:
-            self._tell_of_drafts(replica, steps, ended)
-        complete = replica.finish(self._requests, steps)
-        self._steps.setdefault(self.layout, []).append((steps, seconds))
+            told, k = min(steps, _TOLD_OF_DRAFTS), replica.scheduled.k
+            # The requests are still what they were before the chunk.
+            for accepted in replica.accepted(told) if k else [_NO_DRAFTS] * told:
+                self._policy.drafted(ended, k, replica.shape.batch, accepted)
+        complete = replica.finish(steps)
         if self._policy.learns:
             one = self._truth.step_seconds(self.layout, replica.shape, replica.began)
             self._policy.stepped(ended, self.layout, replica.shape, one)
@@ -354,28 +338,3 @@ class SimulatedEngine:
             if replica.end > arrival and replica.steps:
                 until = math.ceil((arrival - replica.began) / replica.per_step)
                 replica.set_steps(max(1, until, replica.steps_made(self.now, started=True)))
-
-    def _tell_of_drafts(self, replica: SimulatedReplica, steps: int, ended: float) -> None:
-        """Tell of the drafts of a chunk. The requests are still what they were before it."""
-        told, batch, k = min(steps, _TOLD_OF_DRAFTS), replica.shape.batch, replica.scheduled.k
-        accepted = replica.accepted(self._requests, told) if k else [_NO_DRAFTS] * told
-        for one in accepted:
-            self._policy.drafted(ended, k, batch, one)
-        if self._policy.drafts:
-            each = sum(int(one.sum()) for one in accepted) / told
-            drafted, right = steps * batch * k, round(steps * each)
-            self._drafts.append(
-                DraftSample(replica.began, self.layout, replica.index, k, steps, drafted, right)
-            )
-
-
-def _replicas_of(layout: Layout) -> list[SimulatedReplica]:
-    return [SimulatedReplica(index) for index in range(layout.replicas)]
-
-
-def _summed(chunks: Sequence[tuple[int, float]]) -> LayoutSteps:
-    """Chunks of steps: (how many, seconds of all of them)."""
-    steps, seconds = (sum(column) for column in zip(*chunks, strict=True))
-    ascending = sorted((total / count, count) for count, total in chunks)
-    middle = np.cumsum([count for _, count in ascending]).searchsorted(steps / 2)
-    return LayoutSteps(int(steps), float(seconds), ascending[middle][0])

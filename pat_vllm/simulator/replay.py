@@ -59,7 +59,7 @@ def simulate(
         over = not engine.num_seqs and (not engine.arriving or policy.is_over(engine.now))
         if over:
             _end_batch(engine, policy)
-    return engine.report(policy.report(since=began))
+    return engine.report()
 
 
 def _end_batch(engine: SimulatedEngine, policy: Policy) -> None:

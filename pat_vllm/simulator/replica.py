@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -20,7 +20,6 @@ from pat_vllm.simulator.requests import SimulatedRequests
 
 _ROUNDING = 1e-6
 """Part of a step that is rounding error when times are compared."""
-_NOTHING = StepShape(0, 0, 0)
 _BLOCK = 16
 """Tokens of a block of KV, as vLLM has by default: whole blocks are cached."""
 
@@ -67,11 +66,12 @@ class ScheduledStep:
 _NONE = ScheduledStep([], [], 0, 0, 1, 0, 0, 1.0)
 
 
-@dataclass(slots=True)
 class SimulatedReplica:
     """A replica, its requests by index, and its chunk: steps that are simulated as one.
 
     Attributes:
+        room: tokens whose KV its memory holds.
+        free: memory that nothing holds, with the contexts of ended turns.
         cached_prompts: groups whose prompt has been computed here; taken to stay in memory.
         scheduled: what the first step of the chunk computes.
         steps: of the chunk; 0 between chunks.
@@ -79,39 +79,45 @@ class SimulatedReplica:
         began: when the chunk began.
         per_step: seconds of each of its steps, whose shape is `shape`.
         end: when the chunk is over; infinite between chunks.
-        steady: whether the chunk decodes all requests and nothing else happens. The next one is
-            alike then, but for longer contexts and fewer requests.
-        free: memory that nothing holds, with the contexts of ended turns; None before the first
-            step, unless a switch has brought contexts.
+        steady: whether the chunk decodes all requests and nothing else happens. The pace of the
+            next one is the same then.
     """
 
-    index: int
-    running: list[int] = field(default_factory=list)
-    waiting: deque[int] = field(default_factory=deque)
-    cached_prompts: set[int] = field(default_factory=set)
-    scheduled: ScheduledStep = _NONE
-    steps: int = 0
-    made: int = 0
-    began: float = 0.0
-    per_step: float = 0.0
-    shape: StepShape = _NOTHING
-    end: float = math.inf
-    steady: bool = False
-    free: FreeMemory | None = None
+    shape: StepShape
+
+    def __init__(self, index: int, requests: SimulatedRequests, profile: Profile, tp: int) -> None:
+        """An idle one.
+
+        Args:
+            requests: of the trace.
+            profile: of the engine, whose limits and memory a replica with `tp` ranks has.
+        """
+        self.index = index
+        self.room = profile.kv_tokens[tp]
+        self.free = FreeMemory(self.room)
+        self.running: list[int] = []
+        self.waiting: deque[int] = deque()
+        self.cached_prompts: set[int] = set()
+        self.scheduled = _NONE
+        self.steps = self.made = 0
+        self.began = self.per_step = 0.0
+        self.end = math.inf
+        self.steady = False
+        self._requests, self._profile, self._tp = requests, profile, tp
 
     @property
     def num_seqs(self) -> int:
         """Requests, waiting ones included."""
         return len(self.running) + len(self.waiting)
 
-    def accepted(self, requests: SimulatedRequests, most: int) -> list[Ints]:
+    def accepted(self, most: int) -> list[Ints]:
         """Drafts of each decoding request that some steps of the chunk accept.
 
         Args:
             most: how many of the first steps.
         """
-        index, outputs = requests.outputs_of(self.scheduled.decoding)
-        guesses, found, k = requests.guesses, [], self.scheduled.k
+        index, outputs = self._requests.outputs_of(self.scheduled.decoding)
+        guesses, found, k = self._requests.guesses, [], self.scheduled.k
         begun = guesses.steps_made(index, outputs, k)
         for step in range(min(most, self.steps)):
             outputs = guesses.outputs(index, begun + step, k)
@@ -136,35 +142,23 @@ class SimulatedReplica:
         steps = max(1, math.ceil(made - _ROUNDING)) if started else math.floor(made + _ROUNDING)
         return min(steps, self.steps)
 
-    def schedule(
-        self,
-        requests: SimulatedRequests,
-        profile: Profile,
-        tp: int,
-        draft_length: Callable[[int], int] = lambda batch: 0,
-    ) -> ScheduledStep:
+    def schedule(self, draft_length: Callable[[int], int] = lambda batch: 0) -> ScheduledStep:
         """Choose what the next step computes, and admit waiting requests to it.
 
         Args:
-            profile: of the engine, whose limits and memory a replica has.
             draft_length: by the number of requests in the step.
 
         Raises:
             ValueError: a request does not fit into the replica's memory.
         """
-        room = profile.kv_tokens[tp]
-        if self.steady and (step := self._next_alike(requests, room, draft_length)):
-            self.scheduled = step
-            return step
-        self.steady = False
-        room = self._make_room(requests, room, tp)
-        computed = requests.num_computed_tokens
+        room, steady = self._make_room(), self.steady and not self.waiting
+        requests, computed = self._requests, self._requests.num_computed_tokens
         index, all_tokens = requests.tokens_of(self.running)
         uncomputed = all_tokens - computed[index]
         ready = uncomputed <= 0
         decoding: list[int] = index[ready].tolist()
         context, longest = int(all_tokens[ready].sum()), int(all_tokens[ready].max(initial=0))
-        budget = profile.max_batch_tokens[tp] - len(decoding)
+        budget = self._profile.max_batch_tokens[self._tp] - len(decoding)
         prefilling: list[tuple[int, int]] = []
         for request, missing in zip(
             index[~ready].tolist(), uncomputed[~ready].tolist(), strict=True
@@ -172,7 +166,7 @@ class SimulatedReplica:
             if budget > 0:
                 prefilling.append((request, min(missing, budget)))
                 budget -= min(missing, budget)
-        most = profile.max_num_seqs[tp]
+        most = self._profile.max_num_seqs[self._tp]
         while self.waiting and len(self.running) < most and budget > 0:
             request = self.waiting[0]
             tokens = requests.num_tokens(request)
@@ -181,7 +175,7 @@ class SimulatedReplica:
                 if tokens + 1 > room:
                     break
                 room -= tokens + 1
-                computed[request] = min(tokens - 1, self._take_back(requests, request))
+                computed[request] = min(tokens - 1, self._take_back(request))
                 if group in self.cached_prompts and not requests.num_output_tokens[request]:
                     computed[request] = tokens - 1  # the last token is computed in any case
             elif rest := tokens - int(computed[request]):
@@ -201,41 +195,24 @@ class SimulatedReplica:
                 budget -= 1
                 room -= 1
         if not decoding and not prefilling:
-            raise _too_long(tp, requests.num_tokens(self.waiting[0]))
+            raise self._too_long(requests.num_tokens(self.waiting[0]))
         k = draft_length(len(self.running))
-        if not self.waiting and len(decoding) == len(self.running):
+        self.steady = not self.waiting and len(decoding) == len(self.running)
+        if self.steady:
             decoding = self.running
-            self.steady = True
         least = requests.steps_left(decoding, k) if decoding else 1
-        pace = requests.pace(decoding, k)
+        alike = steady and k == self.scheduled.k
+        pace = self.scheduled.pace if alike else requests.pace(decoding, k)
         self.scheduled = ScheduledStep(decoding, prefilling, context, longest, least, room, k, pace)
         return self.scheduled
 
-    def _next_alike(
-        self, requests: SimulatedRequests, room: int, draft_length: Callable[[int], int]
-    ) -> ScheduledStep | None:
-        """The next step of a steady replica; None where it has to be scheduled anew."""
-        k = self.scheduled.k
-        if self.waiting or not self.running or k != draft_length(len(self.running)):
-            return None
-        _, tokens = requests.tokens_of(self.running)
-        free = room - int(tokens.sum()) - len(self.running)
-        if free < 0:
-            return None
-        return replace(
-            self.scheduled,
-            context=int(tokens.sum()),
-            longest=int(tokens.max()),
-            steps_to_first_end=requests.steps_left(self.running, k),
-            free_tokens=free,
-        )
-
-    def finish(self, requests: SimulatedRequests, steps: int) -> list[int]:
+    def finish(self, steps: int) -> list[int]:
         """`steps` steps of the chunk are over, and the chunk with them.
 
         Returns:
             The requests that have their length now; they have left the replica.
         """
+        requests = self._requests
         outputs, computed = requests.num_output_tokens, requests.num_computed_tokens
         stepped = self.scheduled.decoding
         requests.decode(stepped, steps, self.scheduled.k)
@@ -252,73 +229,65 @@ class SimulatedReplica:
         complete: list[int] = index[outputs[index] >= requests.columns[1, index]].tolist()
         for request in complete:
             self.running.remove(request)
-            if self.free is not None:
-                owner = request if requests.has_turns else None
-                self.free.free(requests.num_tokens(request), owner)
+            owner = request if requests.has_turns else None
+            self.free.free(requests.num_tokens(request), owner)
         return complete
 
-    def cached(self, requests: SimulatedRequests, request: int) -> int:
+    def cached(self, request: int) -> int:
         """Tokens of a request's prompt that earlier turns have left here."""
-        if self.free is None or (owner := self._left_by(requests, request)) is None:
-            return 0
-        return self.free.left_by(owner)
+        before = self._left_by(request)
+        return 0 if before is None else self.free.left_by(before)
 
-    def _left_by(self, requests: SimulatedRequests, request: int) -> int | None:
+    def _left_by(self, request: int) -> int | None:
         """The latest of the turns before a request that has left something here: the trajectory may
         have been elsewhere since."""
-        assert self.free is not None
-        before = requests.before(request)
+        before = self._requests.before(request)
         while before is not None and not self.free.left_by(before):
-            before = requests.before(before)
+            before = self._requests.before(before)
         return before
 
-    def _take_back(self, requests: SimulatedRequests, request: int) -> int:
+    def _take_back(self, request: int) -> int:
         """A request is admitted: the tokens whose KV is there, by itself or a turn before it."""
-        assert self.free is not None
         own = self.free.take_back(request)
-        if own or (before := self._left_by(requests, request)) is None:
+        if own or (before := self._left_by(request)) is None:
             return own
         # The last token of a response is never computed.
         return max(0, self.free.take_back(before) - 1) // _BLOCK * _BLOCK
 
-    def forget_overwritten(self, requests: SimulatedRequests, room: int) -> None:
+    def forget_overwritten(self) -> None:
         """Forget the contexts that requests have overwritten since the last step was scheduled."""
-        if self.free is not None:
-            self.free.overwrite(self.free.total - self._unused(requests, room))
+        self.free.overwrite(self.free.total - self._unused())
 
-    def _unused(self, requests: SimulatedRequests, room: int) -> int:
+    def _unused(self) -> int:
         """Tokens that no request holds, nor needs for its next one."""
-        held = int(requests.num_computed_tokens[list(self.waiting)].sum())
+        held = int(self._requests.num_computed_tokens[list(self.waiting)].sum())
         # A request in prefill has its whole prompt reserved.
-        _, tokens = requests.tokens_of(self.running)
-        return room - held - int((tokens + 1).sum())
+        _, tokens = self._requests.tokens_of(self.running)
+        return self.room - held - int((tokens + 1).sum())
 
-    def _make_room(self, requests: SimulatedRequests, room: int, tp: int) -> int:
+    def _make_room(self) -> int:
         """Preempt, newest first, until every running request can take another token.
 
         Returns:
             Tokens that are free besides.
         """
-        if self.free is None:
-            self.free = FreeMemory(room)
-        computed = requests.num_computed_tokens
-        while (unused := self._unused(requests, room)) < 0:
+        computed = self._requests.num_computed_tokens
+        while (unused := self._unused()) < 0:
             if any(computed[i] for i in self.waiting):
                 victim = next(i for i in reversed(self.waiting) if computed[i])
             elif len(self.running) > 1:
                 victim = self.running.pop()
                 self.waiting.appendleft(victim)
             else:
-                raise _too_long(tp, room - unused)
+                raise self._too_long(self.room - unused)
             self.free.free(int(computed[victim]), victim)
             computed[victim] = 0
-            requests.preempted += 1
+            self._requests.preempted += 1
         self.free.overwrite(self.free.total - unused)
         return unused
 
-
-def _too_long(tp: int, tokens: int) -> ValueError:
-    return ValueError(
-        f"tp={tp}: a replica's memory cannot hold the KV of a request of {tokens} tokens; "
-        "shorten the responses, or take a profile with larger kv_tokens"
-    )
+    def _too_long(self, tokens: int) -> ValueError:
+        return ValueError(
+            f"tp={self._tp}: a replica's memory cannot hold the KV of a request of {tokens} "
+            "tokens; shorten the responses, or take a profile with larger kv_tokens"
+        )

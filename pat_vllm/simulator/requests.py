@@ -40,14 +40,14 @@ class SimulatedRequests:
         self.has_turns = trace.has_turns
         self.trajectory = np.array(trace.first, np.int64)
         self.turn, self.held = np.zeros((2, len(trace)), np.int64)
+        self._before: dict[int, int] = {}
         self._next: dict[int, int] = {}
-        if trace.has_turns:
-            for request, before in enumerate(trace.after):
-                if before >= 0:
-                    self.turn[request] = self.turn[before] + 1
-                    self.held[request] = self.num_prompt_tokens[before] + self.length[before]
-                    self._next[before] = request
-                    self.arrival[request] = math.inf
+        for request, before in enumerate(trace.after):
+            if before >= 0:
+                self.turn[request] = self.turn[before] + 1
+                self.held[request] = self.num_prompt_tokens[before] + self.length[before]
+                self._before[request], self._next[before] = before, request
+                self.arrival[request] = math.inf
         self._trace = trace
         self.num_output_tokens, self.num_computed_tokens = np.zeros((2, len(self.length)), np.int64)
         self.finished = [math.nan] * len(self.length)
@@ -59,9 +59,7 @@ class SimulatedRequests:
 
     def before(self, request: int) -> int | None:
         """The request that one continues."""
-        if not self.has_turns or (before := self._trace.after[request]) < 0:
-            return None
-        return before
+        return self._before.get(request)
 
     def next(self, request: int) -> int | None:
         """The request that continues one."""

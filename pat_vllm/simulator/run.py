@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-from pat_vllm.layout import Layout
-from pat_vllm.reporting import Report, Run, SwitchReport
+from pat_vllm.reporting import Report, SwitchReport
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -14,8 +12,8 @@ class SimulatedReport(Report):
     """The report of a simulated engine for one trace, with what no engine knows.
 
     Times are in seconds on the simulator's clock. `layouts` are those that the engine was in, the
-    first one first. `predictor` holds the decisions and savings of this trace only. Of `drafts`
-    there is a sample per chunk of steps; accepted tokens are scaled up from its first steps.
+    first one first. `predictor` holds the decisions and savings of this trace only. Steps and
+    drafts are left out.
 
     Attributes:
         began: when the trace began.
@@ -41,16 +39,9 @@ class SimulatedReport(Report):
     @property
     def generation_seconds(self) -> float:
         """From the first arrival to the last response."""
-        return max((at for at in self.finished if not math.isnan(at)), default=self.began) - (
-            self.began
-        )
+        return max(self.finished) - self.began
 
     @property
     def switches_on_the_way(self) -> tuple[SwitchReport, ...]:
         """The switches that carried requests."""
         return tuple(switch for switch in self.switches if switch.reason != "idle")
-
-    @property
-    def spans(self) -> tuple[tuple[Layout, float, float], ...]:
-        """(layout, start, stop), in seconds since the trace began."""
-        return Run(self, self.began, self.seconds).spans

@@ -13,9 +13,6 @@ import numpy as np
 from pat_vllm.predictor.state import Floats, Ints
 from pat_vllm.simulator.traces import LengthTrace, TurnLengths
 
-_DEEPSCALER_MEDIAN = 1443.0
-_DEEPSCALER_SIGMA = 1.406
-
 
 def lognormal(
     requests: int, median: float, sigma: float, max_tokens: int, seed: int = 0
@@ -116,7 +113,7 @@ def deepscaler(requests: int = 128, max_tokens: int = 24576, seed: int = 0) -> L
     These make 10.85% of responses longer than 8192 tokens and 2.19%, that is 2.8 of 128, reach
     24576: the unique log-normal distribution for which both are so.
     """
-    batch = lognormal(requests, _DEEPSCALER_MEDIAN, _DEEPSCALER_SIGMA, max_tokens, seed)
+    batch = lognormal(requests, 1443.0, 1.406, max_tokens, seed)
     return replace(batch, name="DeepScaleR-like")
 
 

@@ -143,18 +143,15 @@ class LengthTrace:
     def first(self) -> tuple[int, ...]:
         """For each request the first one of its trajectory, which may be itself."""
         first = list(range(len(self)))
-        if self.has_turns:
-            for request, before in enumerate(self.after):
-                if before >= 0:
-                    first[request] = first[before]
+        for request, before in enumerate(self.after):
+            if before >= 0:
+                first[request] = first[before]
         return tuple(first)
 
     @cached_property
     def followed(self) -> tuple[int, ...]:
         """For each request the tokens of its trajectory that follow the first prompt, up to the end
         of its response."""
-        if not self.has_turns:
-            return self.lengths
         prompts = self.num_prompt_tokens
         return tuple(
             prompts[request] - prompts[first] + self.lengths[request]
@@ -243,25 +240,20 @@ def load_trace(path: Path) -> LengthTrace:
         ValueError: the file cannot be read, or its content is not a trace; says what is wrong, and
             where.
     """
-    path = Path(path)
     try:
         if path.suffix.lower() == ".json":
-            return _made(path.stem, read_json(path))
-        return _made(path.stem, {"lengths": _lines(read_text(path))})
-    except ValueError as error:
-        raise FileError(f"{name_of(path)} is not a length trace: {error}") from error
-
-
-def _made(stem: str, data: Any) -> LengthTrace:
-    if not isinstance(data, dict) or "lengths" not in data:
-        raise ValueError('expected a JSON object like {"lengths": [120, 4000]}')
-    try:
-        return _TRACE.validate_python({**data, "name": cut(str(data.get("name", stem)), 80)})
+            data = read_json(path)
+        else:
+            data = {"lengths": _lines(read_text(path))}
+        if not isinstance(data, dict) or "lengths" not in data:
+            raise ValueError('expected a JSON object like {"lengths": [120, 4000]}')
+        name = cut(str(data.get("name", path.stem)), 80)
+        return TypeAdapter(LengthTrace).validate_python({**data, "name": name})
     except ValidationError as error:
-        raise ValueError(first_problem(error)) from None
-
-
-_TRACE = TypeAdapter(LengthTrace)
+        problem = first_problem(error)
+    except ValueError as error:
+        problem = str(error)
+    raise FileError(f"{name_of(path)} is not a length trace: {problem}")
 
 
 def _lines(text: str) -> list[int]:

@@ -52,8 +52,7 @@ class ReplayedTruth:
 
     Each step then has a factor of its own, drawn from what repeats took relative to their median.
     Switches follow `CostModel`, which is a line through the profile's few switches; their noise is
-    how far these are from it. KV is always migrated: recomputing some
-    requests is not simulated.
+    how far these are from it. KV is always migrated: recomputing some requests is not simulated.
     """
 
     def __init__(self, profile: Profile, noise: Profile | None = None, seed: int = 0) -> None:
@@ -201,7 +200,7 @@ class _Noise:
             time / s.seconds
             for s in profile.steps
             if s.batch and not s.prefill
-            for time in repeats_of(s)
+            for time in s.times or (s.seconds,)
         ]
         draws = np.random.default_rng(seed).choice(ratios, _STREAM)
         self._sums: list[float] = [0.0, *draws.cumsum().tolist()]
@@ -231,13 +230,3 @@ class _Noise:
         if isinstance(live, np.ndarray):
             return np.array(list(map(draw, live.tolist(), tokens.tolist())))
         return draw(live, tokens)
-
-
-def repeats_of(sample: StepSample) -> Sequence[float]:
-    """Seconds of each repeat. Of a sample that has only the fastest, the median and the slowest,
-    the others are taken for the median: their noise is not made up."""
-    times: Sequence[float] = getattr(sample, "times", ())
-    if times:
-        return times
-    extremes = [sample.low, sample.high][: sample.repeats - 1]
-    return [*extremes, *[sample.seconds] * (sample.repeats - len(extremes))]

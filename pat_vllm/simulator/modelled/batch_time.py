@@ -6,7 +6,7 @@ beyond its memory, the last are preempted and computed again when they come back
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -88,7 +88,7 @@ def batch_seconds(
     machine: Machine,
     layouts: Sequence[Layout],
     kv_tokens: Mapping[int, int],
-    max_num_seqs: Callable[[Layout], int],
+    max_num_seqs: Mapping[int, int],
     load: Load,
     draft_lengths: Sequence[int] = (0,),
 ) -> float:
@@ -98,8 +98,7 @@ def batch_seconds(
     Replicas have equal shares of what runs.
 
     Args:
-        kv_tokens: of a replica, by tp.
-        max_num_seqs: of a replica.
+        kv_tokens, max_num_seqs: of a replica, by tp.
         draft_lengths: among which the fastest is taken.
     """
     rates = load.tokens_per_step(draft_lengths)
@@ -110,22 +109,11 @@ def batch_seconds(
     here, seconds, apart = None, 0.0, float(_STEPS)
     while len(left):
         ends = np.cumsum(held + _STEPS // 2)  # as if in the middle of the next steps
-        turns = {
-            layout: min(
-                _turns(
-                    machine,
-                    layout,
-                    kv_tokens[layout.tp],
-                    max_num_seqs(layout),
-                    ends,
-                    left,
-                    rates,
-                    draft_lengths,
-                ),
-                key=lambda turn: turn.token,
-            )
-            for layout in layouts
-        }
+        turns = {}
+        for layout in layouts:
+            room, most = kv_tokens[layout.tp], max_num_seqs[layout.tp]
+            several = _turns(machine, layout, room, most, ends, left, rates, draft_lengths)
+            turns[layout] = min(several, key=lambda turn: turn.token)
         best = min(layouts, key=lambda layout: turns[layout].token)
         if here is not None and best != here:
             saved = (turns[here].token - turns[best].token) * float(left.mean())

@@ -166,7 +166,8 @@ class _Search:
             # What lies in the middle comes first.
             middle = between[len(between) // 2 :][:1]
             between = [*middle, *(tp for tp in between if tp not in middle)]
-            more = [(tp,) for tp in between if _compiles({tp, *ends}) <= _MOST_COMPILES]
+            compiles = sum(1 if tp == 1 else 2 for tp in ends)
+            more = [(tp,) for tp in between if compiles + 2 <= _MOST_COMPILES]
             several = [tuple(sorted({*ends, *some})) for some in (*more, ())]
             alone = () if needed else ((base,),)
             for chosen in dict.fromkeys((*several, *alone)):
@@ -275,20 +276,8 @@ class _Search:
 
     def _seconds(self, sizes: Sequence[int], machine: Machine, load: Load) -> float:
         layouts, room = self.resolve(sizes), self.memory(sizes).kv_tokens
-
-        def seconds(some: Sequence[Layout]) -> float:
-            return batch_seconds(
-                machine,
-                some,
-                room,
-                lambda one: self.engine.limits(one).max_num_seqs,
-                load,
-                draft_lengths(self.engine.num_speculative_tokens, None),
-            )
-
+        most = {one.tp: self.engine.limits(one).max_num_seqs for one in layouts}
+        lengths = draft_lengths(self.engine.num_speculative_tokens, None)
         # Not every switch that seems to pay does.
-        return min(seconds(layouts), *(seconds([one]) for one in layouts))
-
-
-def _compiles(sizes: set[int]) -> int:
-    return sum(1 if tp == 1 else 2 for tp in sizes)
+        several = (layouts, *((one,) for one in layouts))
+        return min(batch_seconds(machine, some, room, most, load, lengths) for some in several)

@@ -1,14 +1,13 @@
 """Modelled profiles: step and switch times from public figures of GPUs and models. Pure.
 
-For planning and simulating machines that nobody measured. A roofline with explicit efficiencies:
-a step takes the longer of reading memory and computing, plus communication and overheads. Its
-absolute values may be off by tens of percent; such a profile is labelled "modelled" wherever it
-goes, and real steps correct it online.
+For planning and simulating machines that nobody measured, by a roofline. Its absolute values may be
+off by tens of percent; such a profile is labelled "modelled" wherever it goes, and real steps
+correct it online.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import permutations, product
@@ -26,7 +25,7 @@ from pat_vllm.memory.estimate import estimate, static_engine
 from pat_vllm.mixture import Mixture, WantedExperts
 from pat_vllm.model_size import ModelSize
 from pat_vllm.profiling.profile import Profile, StepSample, StepShape, SwitchSample
-from pat_vllm.simulator.modelled.figures import (
+from pat_vllm.simulator.modelled.roofline import (
     COMPUTE_EFFICIENCY,
     EXCHANGE_EFFICIENCY,
     EXPERT_KERNELS,
@@ -35,8 +34,8 @@ from pat_vllm.simulator.modelled.figures import (
     SAMPLED_TOKEN,
     STEP_OVERHEAD,
     SWITCH_FIXED,
+    Machine,
 )
-from pat_vllm.simulator.modelled.roofline import Machine
 
 _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _CONTEXTS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
@@ -51,7 +50,7 @@ _MIXTURE_NOTE = (
 
 
 def modelled_profile(
-    model: Mapping[str, Any] | str,
+    model: str,
     gpu: str,
     ranks: int,
     *,
@@ -68,16 +67,14 @@ def modelled_profile(
     layout, the narrowest, in all layouts. Weights and KV are 16-bit.
 
     Args:
-        model: contents of a decoder's `config.json`, a checkpoint's directory, the path of its
-            `config.json`, or a name in `MODEL_SHAPES`.
+        model: a checkpoint's directory, the path of its `config.json`, or a name in
+            `MODEL_SHAPES`.
         gpu: one of `GPUS`, in any case.
         ranks: GPUs, connected as this GPU usually is.
         layouts: tensor-parallel sizes to consider; powers of two when not given. Those that cannot
             split the model, span nodes or leave no memory for KV are left out.
-        max_num_seqs: of a rank; a replica's follows its ranks as in an engine
-            (`pat_vllm/limits.py`), under static layouts and under PAT alike.
-        draft_lengths: those that decode steps are modelled for beside 0, with all drafts found and
-            with none.
+        max_num_seqs: of a rank; a replica's follows its ranks (`pat_vllm/limits.py`).
+        draft_lengths: those that decode steps are modelled for beside 0.
         drafting: seconds that a drafter adds to a step in which it runs; an assumption.
         experts: of a mixture, how they lie in layouts with tp > 1, as PAT's option.
         static: each layout has engines of its own.
@@ -85,19 +82,13 @@ def modelled_profile(
     Raises:
         ValueError: an unknown GPU or model, or no layout is possible.
     """
-    model_config, name = named_config(model) if isinstance(model, str) else (model, "")
+    model_config, name = named_config(model)
     gpu = gpu_named(gpu)
     figures = GPUS[gpu]
-    if ranks < 1:
-        raise ValueError(f"ranks must be at least 1, got {ranks}")
-    name = name or _known_name(model_config)
     shape = ModelSize.of(model_config)
     machine = Machine(shape, figures, drafting)
     mixture = Mixture.from_config(model_config)
     lengths = tuple(sorted({*draft_lengths} - {0}))
-    if drafting < 0 or any(length < 0 for length in lengths):
-        raise ValueError(f"drafting and draft_lengths are not below 0, got {drafting}, {lengths}")
-
     wanted = sorted({2**i for i in range(ranks.bit_length())} if layouts is None else {*layouts})
     engine = EngineShape(
         (),
@@ -105,18 +96,15 @@ def modelled_profile(
         num_speculative_tokens=max(lengths, default=0),
     )
     sizes = [tp for tp in wanted if ranks % tp == 0 and tp <= NODE_SIZE and shape.divides(tp)]
-    kv_tokens: dict[int, int] = {}
-    possible: tuple[Layout, ...] = ()
-    while sizes and not kv_tokens:
+    while sizes:
         possible = tuple(Layout.of(tp, ranks) for tp in sizes)
         if mixture is not None:
             possible = mixture.layouts(sizes, ranks, experts)
-        found = _kv_tokens(shape, replace(engine, layouts=possible), figures.device, static)
-        if found[sizes[0]] > _CONTEXTS[0]:
-            kv_tokens = found
-        else:
-            sizes = sizes[1:]
-    if not kv_tokens:
+        kv_tokens = _kv_tokens(shape, replace(engine, layouts=possible), figures.device, static)
+        if kv_tokens[sizes[0]] > _CONTEXTS[0]:
+            break
+        sizes = sizes[1:]
+    else:
         raise ValueError(
             f"no layout of {ranks} x {gpu} can hold {name}: of tp={wanted}, none divides the ranks "
             f"and the model's heads, stays within a node of {NODE_SIZE} and leaves memory for KV"
@@ -124,9 +112,9 @@ def modelled_profile(
     limits = {one.tp: engine.limits(one) for one in possible}
     steps: list[StepSample] = []
     for layout in possible:
-        tp = layout.tp
-        steps += _steps(machine, layout, kv_tokens[tp], limits[tp])
-        steps += _draft_steps(machine, layout, kv_tokens[tp], limits[tp], lengths)
+        for one in _shapes(kv_tokens[layout.tp], limits[layout.tp], lengths):
+            work = one.batch, one.context, one.prefill, one.drafts, one.k
+            steps.append(StepSample.of(layout, one, [machine.step(layout, *work)]))
     return Profile(
         kind="modelled",
         title=f"modelled: {name} on {ranks} x {gpu} ({figures.link})",
@@ -208,42 +196,25 @@ def measured_noise() -> Profile:
     return Profile.load(Path(__file__).parent / "measured.json")
 
 
-def _known_name(config: Mapping[str, Any]) -> str:
-    for name, shape in MODEL_SHAPES.items():
-        if all(config.get(field) == value for field, value in shape.items()):
-            return name
-    return str(config.get("_name_or_path") or config.get("model_type") or "model")
-
-
-def _steps(machine: Machine, layout: Layout, room: int, limits: Limits) -> Iterable[StepSample]:
-    """The grid of decode steps that fit in memory, prefills, and both in one step."""
-
-    def sample(batch: int, each: int, prefill: int = 0) -> StepSample:
-        return _sample(machine, layout, StepShape(batch, batch * each, each, prefill))
-
+def _shapes(room: int, limits: Limits, draft_lengths: Iterable[int]) -> Iterator[StepShape]:
+    """The grid of a layout's steps that fit in memory: decodes, prefills, both in one step, and
+    decodes with each draft length, with all drafts found and with none."""
+    batches = [batch for batch in _BATCHES if batch <= limits.max_num_seqs]
     prefills = [p for p in _PREFILLS if p <= min(limits.max_num_batched_tokens, room)]
-    for batch in _BATCHES:
-        if batch <= limits.max_num_seqs:
-            yield from (sample(batch, each) for each in _contexts(room // batch))
-    yield from (sample(0, 0, prefill) for prefill in prefills)
-    for batch in _MIXED_BATCHES:
-        for prefill in prefills[2::2]:
-            in_memory = batch * 1024 + prefill <= room
-            in_step = batch + prefill <= limits.max_num_batched_tokens
-            if batch <= limits.max_num_seqs and in_step and in_memory:
-                yield sample(batch, 1024, prefill)
-
-
-def _draft_steps(
-    machine: Machine, layout: Layout, room: int, limits: Limits, lengths: Iterable[int]
-) -> Iterable[StepSample]:
-    """The same grid of decode steps with each draft length: with all drafts found, with none."""
-    for k, batch in product(lengths, _BATCHES):
-        if batch <= limits.max_num_seqs and batch * (1 + k) <= limits.max_num_batched_tokens:
-            for each in _contexts(room // batch - k):
-                for drafts in (0, k * batch):
-                    shape = StepShape(batch, batch * each, each, drafts=drafts, k=k)
-                    yield _sample(machine, layout, shape)
+    for batch in batches:
+        for each in _contexts(room // batch):
+            yield StepShape(batch, batch * each, each)
+    for prefill in prefills:
+        yield StepShape(0, 0, 0, prefill)
+    for batch, prefill in product(_MIXED_BATCHES, prefills[2::2]):
+        in_memory = batch * 1024 + prefill <= room
+        in_step = batch + prefill <= limits.max_num_batched_tokens
+        if batch <= limits.max_num_seqs and in_step and in_memory:
+            yield StepShape(batch, batch * 1024, 1024, prefill)
+    for k, batch in product(draft_lengths, batches):
+        if batch * (1 + k) <= limits.max_num_batched_tokens:
+            for each, drafts in product(_contexts(room // batch - k), (0, k * batch)):
+                yield StepShape(batch, batch * each, each, drafts=drafts, k=k)
 
 
 def _contexts(most: int) -> list[int]:
@@ -253,22 +224,12 @@ def _contexts(most: int) -> list[int]:
     return [*(one for one in _CONTEXTS if one < most), min(most, _CONTEXTS[-1])]
 
 
-def _sample(machine: Machine, layout: Layout, shape: StepShape) -> StepSample:
-    """A step's modelled time."""
-    seconds = machine.step(
-        layout, shape.batch, shape.context, shape.prefill, drafts=shape.drafts, k=shape.k
-    )
-    return StepSample.of(layout, shape, [seconds])
-
-
 def _switches(
-    machine: Machine, layouts: Iterable[Layout], kv_tokens: Mapping[int, int]
-) -> Iterable[SwitchSample]:
+    machine: Machine, layouts: Sequence[Layout], kv_tokens: Mapping[int, int]
+) -> Iterator[SwitchSample]:
     """Every ordered pair of layouts, over live requests x tokens of each that fit in both."""
-    layouts = tuple(layouts)
     for source, target in permutations(layouts, 2):
         room = min(one.replicas * kv_tokens[one.tp] for one in (source, target))
-        for live in _SWITCH_LIVE:
-            for each in _CONTEXTS[::2]:
-                if live * each <= room:
-                    yield machine.switch(source, target, live, live * each, layouts[0])
+        for live, each in product(_SWITCH_LIVE, _CONTEXTS[::2]):
+            if live * each <= room:
+                yield machine.switch(source, target, live, live * each, layouts[0])

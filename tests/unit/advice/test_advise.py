@@ -6,13 +6,24 @@ import ast
 import json
 import shlex
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pat_vllm.advice.options import AdviseOptions
-from pat_vllm.advice.replay import OWN_WORK, Config, Gain, Task, gain, replay_chain, seconds_of
+from pat_vllm.advice.replay import (
+    OWN_WORK,
+    TUNED,
+    Config,
+    Gain,
+    Task,
+    draft_schedule,
+    gain,
+    replay_chain,
+    seconds_of,
+)
 from pat_vllm.advice.rollouts import Rollouts, engine_of, rollouts_of
 from pat_vllm.advice.settings import pat_options, settings
 from pat_vllm.advice.text import heading, verdict
@@ -22,6 +33,7 @@ from pat_vllm.known_models import MODEL_SHAPES
 from pat_vllm.layout import Layout
 from pat_vllm.profiling.profile import Profile
 from pat_vllm.simulator.modelled.hardware import modelled_profile
+from pat_vllm.speculation import Schedule
 from tests.support.command_line import invoke
 
 SMALL = AdviseOptions("llama-3.1-8b", "A40", 2, responses=32, max_tokens=256, iterations=2)
@@ -100,17 +112,17 @@ def test_accepted_drafts_are_advised(accepted: Advice) -> None:
 
 def test_seconds_count_to_the_last_response(tail: Advice) -> None:
     """While a trainer trains, an engine has gone home."""
-    reports = tail.reports(tail.ours)
+    reports = tail.results[tail.ours]
     last = [max(report.finished) for report in reports]
     assert any(report.back > end for report, end in zip(reports, last, strict=True))
     counted = [end - report.began for report, end in zip(reports, last, strict=True)]
-    assert seconds_of(tail.records, tail.ours) == pytest.approx(counted)
+    assert seconds_of(reports) == pytest.approx(counted)
 
 
 def seconds_in(rollouts: Rollouts, config: Config) -> tuple[float, ...]:
     """Of each batch, replayed anew."""
-    records = [replay_chain(rollouts, Task(config, i)) for i in range(len(rollouts.chains))]
-    return tuple(report.seconds for record in records for report in record.reports)
+    rows = [replay_chain(rollouts, Task(config, i)) for i in range(len(rollouts.chains))]
+    return tuple(report.seconds for reports in rows for report in reports)
 
 
 def test_best_static_layout_is_the_fastest(mixture: Advice) -> None:
@@ -145,9 +157,7 @@ def test_own_limits_are_those_of_a_replica_in_every_layout(tail: Advice) -> None
     at_once, in_turns = (
         replay_chain(rollouts, Task(Config(group, own_limits=own), 0)) for own in (False, True)
     )
-    assert sum(run.seconds for run in in_turns.reports) > sum(
-        run.seconds for run in at_once.reports
-    )
+    assert sum(run.seconds for run in in_turns) > sum(run.seconds for run in at_once)
 
 
 def test_a_loss_is_called_one(equal: Advice) -> None:
@@ -156,7 +166,19 @@ def test_a_loss_is_called_one(equal: Advice) -> None:
     assert "PAT is 1.5% slower (95% interval 3.6% slower to 0.5% faster;" in verdict(lost)
     assert verdict(lost).endswith("Take the static layout.")
     assert equal.path == "begins in tp4dp1 and stays there"
-    assert replace(equal, pat_plain=equal.static).path == equal.path
+    assert replace(equal, ours=equal.static).path == equal.path
+
+
+def test_tuned_schedule_drafts_less_for_more_requests() -> None:
+    def schedule_of(acceptance: float) -> Schedule:
+        rollouts = rollouts_of(replace(SMALL, gpus=4, drafting=1e-3, acceptance=acceptance))
+        return draft_schedule(rollouts, Config(rollouts.static.layouts[-1], TUNED))
+
+    schedule = schedule_of(0.5)
+    assert schedule[0][0] == 1 and schedule[-1][1] == 4 * 256
+    assert all(last + 1 == first for (_, last, _), (first, _, _) in pairwise(schedule))
+    assert schedule[0][2] > schedule[-1][2]
+    assert {k for _, _, k in schedule_of(0.01)} == {0}
 
 
 # ---------------------------------------------------------------- what is asked
@@ -176,7 +198,7 @@ def test_layouts_without_room_for_the_longest_response_are_left_out() -> None:
     assert short.static.model_copy(update=same_time) == everything
     assert sizes(long.static) == (2, 4)
     assert sizes(long.profile) == (2, 4)
-    assert replay_chain(long, Task(Config(long.profile.layouts[0]), 0)).reports
+    assert replay_chain(long, Task(Config(long.profile.layouts[0]), 0))
 
 
 def test_checkpoint_is_asked_for_its_shape_and_its_tokenizer(tmp_path: Path) -> None:
@@ -225,11 +247,21 @@ def test_base_layout_leaves_room_for_the_responses(
     assert rollouts_of(options).profile.layouts[0].tp == base_tp
 
 
-def test_an_engine_of_a_model_with_mamba2() -> None:
-    """KV is that of its four layers with attention; its eight groups allow 8 ranks."""
-    options = AdviseOptions("nemotron-nano-9b-v2", "H100", 8, responses=256, iterations=2)
+@pytest.mark.parametrize(
+    ("model", "gpu", "kv_bytes"),
+    [
+        ("nemotron-nano-9b-v2", "H100", 4 * 2 * 8 * 128 * 2),
+        ("qwen3-next-80b-a3b", "H200", 12 * 2 * 2 * 256 * 2),
+        ("qwen3.5-35b-a3b", "H200", 10 * 2 * 2 * 256 * 2),
+    ],
+)
+def test_engines_of_models_whose_layers_have_states(model: str, gpu: str, kv_bytes: int) -> None:
+    """KV is that of the layers with attention; states take memory beside it. All groups and heads
+    allow 8 ranks."""
+    options = AdviseOptions(model, gpu, 8, responses=256, max_tokens=8192, iterations=2)
     profile = rollouts_of(options).profile
-    assert profile.kv_bytes_per_token == 4 * 2 * 8 * 128 * 2
+    assert profile.kv_bytes_per_token == kv_bytes
+    assert all(tokens > 8192 for tokens in profile.kv_tokens.values())
     assert max(layout.tp for layout in profile.layouts) == 8
 
 
@@ -255,20 +287,6 @@ def test_heads_that_vllm_cannot_split_over_all_gpus(
     assert way_out in str(error.value)
     if "--gpus" in way_out:
         assert max(sizes(rollouts_of(replace(options, gpus=2)).profile)) == 2
-
-
-@pytest.mark.parametrize("model", ["qwen3-next-80b-a3b", "qwen3.5-35b-a3b"])
-def test_engines_of_models_with_linear_attention(model: str) -> None:
-    """They are known by name, and states take memory beside the KV of a quarter of the layers."""
-    options = AdviseOptions(model, "H200", 8, responses=256, max_tokens=8192, iterations=2)
-    rollouts = rollouts_of(options)
-    profile = rollouts.profile
-    assert profile.kv_bytes_per_token in (2 * 10 * 2 * 256 * 2, 2 * 12 * 2 * 256 * 2)
-    assert all(tokens > 8192 for tokens in profile.kv_tokens.values())
-    config = dict(MODEL_SHAPES[model])
-    layers = [("linear_attention", "full_attention")[i % 4 == 3] for i in range(40)]
-    config |= {"layer_types": layers, "num_hidden_layers": 40}
-    assert modelled_profile(config, "H200", 8).kv_bytes_per_token == 2 * 10 * 2 * 256 * 2
 
 
 def test_prompt_and_response_fit_into_the_profiled_engine(tmp_path: Path) -> None:
@@ -305,7 +323,7 @@ def test_traces_are_replayed_as_they_are(tmp_path: Path) -> None:
     advice = advise(AdviseOptions("llama-3.1-8b", "A40", 2, trace=file, all_layouts=True))
     (trace,) = advice.rollouts.batches
     assert (trace.lengths, trace.arrivals) == ((30, 200, 40, 90), tuple(arrivals))
-    (report,) = advice.reports(advice.static)
+    (report,) = advice.results[advice.static]
     assert all(end > at for end, at in zip(report.finished, arrivals, strict=True))
     assert trace.acceptance == 0.8 and advice.static.drafts != "k = 0"
     assert advice.gain.low == advice.gain.mean == advice.gain.most
@@ -325,7 +343,7 @@ def test_trajectories_are_replayed(tmp_path: Path) -> None:
     assert batch.max_tokens == 12 * 540 + 10 and batch.longest > batch.max_tokens
     assert {batch.first.count(first) for first in batch.trajectories} == {2, 13}
     assert "2 iterations of 32 trajectories of up to 6,490 tokens" in heading(advice)
-    for report in (*advice.reports(advice.static), *advice.reports(advice.ours)):
+    for report in (*advice.results[advice.static], *advice.results[advice.ours]):
         # Nothing is computed twice, but for the last block of a context.
         own = max(batch.num_prompt_tokens[first] for first in batch.trajectories) * 32
         assert report.prefilled < own + 520 * 13 * 32

@@ -244,8 +244,8 @@ def test_batches_of_unlike_requests_take_less_time(monkeypatch: pytest.MonkeyPat
     rollouts = rollouts_of(options)
 
     def seconds() -> float:
-        record = replay_chain(rollouts, Task(Config(None, PLANNED), 0))
-        return sum(report.seconds for report in record.reports)
+        reports = replay_chain(rollouts, Task(Config(None, PLANNED), 0))
+        return sum(report.seconds for report in reports)
 
     knowing = seconds()
     monkeypatch.setattr(Speeds, "variance", 0.0)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from pat_vllm.layout import Layout
-from pat_vllm.predictor.policy import Policy
 from pat_vllm.predictor.state import LiveState, Turn
 from pat_vllm.profiling.profile import Profile, StepShape
 from pat_vllm.reporting import SwitchReport
@@ -110,24 +109,21 @@ def follow(start: Layout, *switches: tuple[int, Layout]) -> FollowSchedule:
     return FollowSchedule(LayoutSchedule(start, switches))
 
 
-@dataclass
-class Recorder(Policy):
+class Recorder(FollowSchedule):
     """Follows a schedule, and notes every event and the groups that it saw."""
 
-    schedule: LayoutSchedule
-    events: list[tuple[Any, ...]] = field(default_factory=list)
-    groups: set[int] = field(default_factory=set)
     learns = True
 
-    def __post_init__(self) -> None:
-        self.home = self.schedule.start
-        self.inner = FollowSchedule(self.schedule)
+    def __init__(self, schedule: LayoutSchedule) -> None:
+        super().__init__(schedule)
+        self.events: list[tuple[Any, ...]] = []
+        self.groups: set[int] = set()
 
     def choose(self, state: LiveState) -> Layout:
         requests = state.requests()
         assert len(requests) == state.num_seqs
         self.groups.update(requests.group.tolist())
-        return self.inner.choose(state)
+        return super().choose(state)
 
     def arrived(
         self, now: float, turn: Turn, num_prompt_tokens: int, repeated: bool = False
@@ -135,7 +131,7 @@ class Recorder(Policy):
         self.events.append(("arrived", now, turn, num_prompt_tokens))
 
     def finished(self, now: float, num_output_tokens: int, complete: bool) -> None:
-        self.inner.finished(now, num_output_tokens, complete)
+        super().finished(now, num_output_tokens, complete)
         self.events.append(("finished", now, num_output_tokens, complete))
 
     def ended(self, now: float, turn: Turn, num_tokens: int) -> None:
@@ -145,5 +141,5 @@ class Recorder(Policy):
         self.events.append(("switched", report.at, str(report.target), report.num_seqs))
 
     def idle(self, now: float) -> None:
-        self.inner.idle(now)
+        super().idle(now)
         self.events.append(("idle", now))

@@ -13,8 +13,8 @@ from pat_vllm.layout import Layout
 from pat_vllm.predictor.policy import StayPolicy
 from pat_vllm.predictor.state import Turn
 from pat_vllm.profiling.profile import StepShape
-from pat_vllm.reporting import LayoutSteps, Report
-from pat_vllm.simulator.engine import SimulatedEngine, SimulatedLiveRequests, _summed
+from pat_vllm.reporting import Report
+from pat_vllm.simulator.engine import SimulatedEngine, SimulatedLiveRequests
 from pat_vllm.simulator.replay import simulate, simulate_batches
 from tests.support.schedules import FollowSchedule, LayoutSchedule
 from tests.unit.simulator.simple import (
@@ -38,14 +38,7 @@ def test_replicas_run_freely() -> None:
     assert run.finished == (3.0, 5.0)
     assert run.seconds == run.generation_seconds == 5.0
     assert run.tokens == 8
-    assert run.steps == {ONE: LayoutSteps(8, 8.0, 1.0)}
     assert [(s.at, s.num_seqs) for s in run.timeline] == [(0.0, 2), (3.0, 1), (5.0, 0)]
-
-
-def test_steps_of_chunks_are_summed() -> None:
-    """The median is that of steps, not of chunks: four of the seven take one second."""
-    assert _summed([(1, 5.0), (2, 6.0), (4, 4.0)]) == LayoutSteps(7, 15.0, 1.0)
-    assert _summed([(3, 9.0)]) == LayoutSteps(3, 9.0, 3.0)
 
 
 def test_switch_and_return_home() -> None:
@@ -216,7 +209,6 @@ def test_every_request_finishes_with_its_length(data: st.DataObject, lengths: li
     times = [event[1] for event in policy.events if event[0] != "switched"]
     assert all(later >= earlier - 1e-9 for earlier, later in itertools.pairwise(times))
     assert run.timeline[-1].num_seqs == 0
-    assert sum(one.seconds for one in run.steps.values()) <= 4 * run.seconds + 1e-6
 
 
 @settings(max_examples=50)

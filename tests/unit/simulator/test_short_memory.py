@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
-
 import pytest
 
 from pat_vllm.layout import Layout
@@ -27,19 +25,22 @@ def requests_of(prompts: tuple[int, ...], computed: tuple[int, ...]) -> Simulate
 def test_no_request_overtakes_one_that_a_switch_finds_no_room_for() -> None:
     """Or those behind it hold memory that it waits for."""
     requests = requests_of((50, 60, 45), (50, 60, 45))
-    old, new = [SimulatedReplica(0, [0, 1, 2]), SimulatedReplica(1)], [SimulatedReplica(0)]
-    carried = carry(requests, old, new, Layout.of(1, 2), Layout.of(2, 2), 100)
+    old = [SimulatedReplica(index, requests, CAPACITY, 1) for index in (0, 1)]
+    old[0].running = [0, 1, 2]
+    new = SimulatedReplica(0, requests, CAPACITY, 2)
+    carried = carry(requests, old, [new], Layout.of(1, 2), Layout.of(2, 2))
     assert requests.num_computed_tokens.tolist() == [50, 0, 0]
     assert (carried.migrated, carried.recomputed, carried.tokens) == (1, 2, 50)
-    new[0].schedule(requests, CAPACITY, 2)
-    assert new[0].running == [0] and list(new[0].waiting) == [1, 2]
+    new.schedule()
+    assert new.running == [0] and list(new.waiting) == [1, 2]
 
 
 @pytest.mark.parametrize(("prompt", "runs"), [(50, [0, 1]), (60, [0])])
 def test_the_rest_of_a_half_computed_prompt_needs_room(prompt: int, runs: list[int]) -> None:
     requests = requests_of((45, prompt), (45, 10))
-    replica = SimulatedReplica(0, waiting=deque([0, 1]))
-    step = replica.schedule(requests, CAPACITY, 2)
+    replica = SimulatedReplica(0, requests, CAPACITY, 2)
+    replica.waiting.extend([0, 1])
+    step = replica.schedule()
     assert replica.running == runs and step.decoding == [0]
     assert step.free_tokens == (100 - 45 - 10 - 1 - (41 if len(runs) > 1 else 0))
     assert not requests.preempted

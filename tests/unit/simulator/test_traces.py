@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,15 +15,9 @@ from pat_vllm.simulator import shapes
 from pat_vllm.simulator.traces import LengthTrace, load_trace
 
 GENERATORS: dict[str, Callable[[int], LengthTrace]] = {
-    "lognormal": lambda seed: shapes.lognormal(100, 1000, 1.0, 8192, seed),
-    "two_mode": lambda seed: shapes.two_mode(100, seed=seed),
-    "uniform": lambda seed: shapes.uniform(100, 10, 500, seed=seed),
-    "straggler": lambda seed: shapes.straggler(100, 300, 9000, seed=seed),
-    "staggered": lambda seed: shapes.staggered(100, 1000, 1.0, 8192, 0.5, seed=seed),
-    "grpo": lambda seed: shapes.grpo(25, 4, 0.5, 0.8, seed=seed),
-    "deepscaler": lambda seed: shapes.deepscaler(100, seed=seed),
-    "agents": lambda seed: shapes.agents(100, seed=seed),
-    "shifted": lambda seed: shapes.shifted([500, 900], 100, 0.5, 8192, seed)[1],
+    **{name: partial(make, 104, 8192) for name, make in shapes.GENERATORS.items()},
+    "staggered": lambda seed: shapes.staggered(104, 1000, 1.0, 8192, 0.5, seed=seed),
+    "shifted": lambda seed: shapes.shifted([500, 900], 104, 0.5, 8192, seed)[1],
 }
 
 
@@ -31,7 +26,7 @@ def test_generators_are_seeded_and_files_round_trip(tmp_path: Path, name: str) -
     trace = GENERATORS[name](1)
     assert trace == GENERATORS[name](1)
     assert trace.lengths != GENERATORS[name](2).lengths
-    assert len(trace.trajectories) == 100
+    assert len(trace.trajectories) == 104
     (tmp_path / "trace.json").write_text(json.dumps(asdict(trace)))
     assert load_trace(tmp_path / "trace.json") == trace
 

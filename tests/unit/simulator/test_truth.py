@@ -16,11 +16,8 @@ from tests.unit.simulator.simple import ONE, TWO
 def noisy_profile(*ratios: float) -> Profile:
     """A modelled profile each of whose steps was repeated, in `ratios` of its time."""
     profile = modelled_profile("llama-3.1-8b", "H100", 2)
-    low, high = min(ratios), max(ratios)
     steps = tuple(
-        s.model_copy(
-            update={"low": low * s.seconds, "high": high * s.seconds, "repeats": len(ratios)}
-        )
+        s.model_copy(update={"times": tuple(ratio * s.seconds for ratio in ratios)})
         for s in profile.steps
     )
     return profile.model_copy(update={"steps": steps})

@@ -13,7 +13,6 @@ from pat_vllm.layout import Layout
 from pat_vllm.predictor.cost import Number
 from pat_vllm.predictor.policy import StayPolicy
 from pat_vllm.profiling.profile import StepShape
-from pat_vllm.reporting import PredictorReport
 from pat_vllm.simulator.engine import SimulatedEngine
 from pat_vllm.simulator.shapes import GENERATORS
 from pat_vllm.simulator.traces import LengthTrace
@@ -67,7 +66,7 @@ def of_simulator(trace: LengthTrace, blocks: int) -> tuple[list[int], int, float
         if not engine.num_seqs:
             engine.wait()
         engine.advance()
-    report = engine.report(PredictorReport())
+    report = engine.report()
     return [one.cached_tokens for one in report.switches], report.prefilled, engine.now
 
 

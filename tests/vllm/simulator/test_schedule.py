@@ -59,9 +59,10 @@ def test_turns_as_vllm_schedules(blocks: int) -> None:
 
 
 def of_replica(trace: LengthTrace, blocks: int) -> tuple[int, int, int]:
-    requests, replica, steps = SimulatedRequests(trace, 0.0), SimulatedReplica(0), 0
-    to_come = list(range(len(trace)))
     profile = capacity_of(len(trace), BUDGET, {1: (blocks - 1) * BLOCK})
+    requests, steps = SimulatedRequests(trace, 0.0), 0
+    replica = SimulatedReplica(0, requests, profile, 1)
+    to_come = list(range(len(trace)))
     while replica.num_seqs or to_come:
         arrived = [request for request in to_come if requests.arrival[request] <= steps]
         replica.waiting.extend(sorted(arrived, key=lambda one: requests.arrival[one]))
@@ -69,11 +70,11 @@ def of_replica(trace: LengthTrace, blocks: int) -> tuple[int, int, int]:
         if not replica.num_seqs:
             steps += 1
             continue
-        replica.schedule(requests, profile, 1)
+        replica.schedule()
         replica.per_step = 1.0
         replica.set_steps(1)
         steps += 1
-        for request in replica.finish(requests, 1):
+        for request in replica.finish(1):
             requests.end(request, steps)
     return steps, requests.prefilled, requests.preempted
 

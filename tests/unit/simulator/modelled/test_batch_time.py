@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -35,16 +34,13 @@ def test_static_layouts_take_as_long_as_the_simulator_says(
     )
     machine = _machine(model, gpu)
     for layout in rollouts.static.layouts:
-        (run, *_) = replay_chain(rollouts, Task(Config(layout), 0)).reports
-        batch = rollouts.chains[0][1]
-        most = rollouts.static.max_num_seqs
-        assert not isinstance(most, int)
+        run, *_ = replay_chain(rollouts, Task(Config(layout), 0))
         found = batch_seconds(
             machine,
             [layout],
             rollouts.static.kv_tokens,
-            most_of(most),
-            Load.of(batch),
+            rollouts.static.max_num_seqs,
+            Load.of(rollouts.chains[0][1]),
         )
         assert found == pytest.approx(run.seconds, rel=0.15), layout
 
@@ -57,16 +53,14 @@ def test_with_drafts_the_slowest_of_equal_responses_ends_the_batch() -> None:
     )
     rollouts = rollouts_of(options)
     lengths = (0, 1, 2, 4)
-    most = rollouts.static.max_num_seqs
-    assert not isinstance(most, int)
     for layout in rollouts.static.layouts[:2]:
         configs = [Config(layout, f"k = {k}") for k in lengths[1:]]
-        runs = [replay_chain(rollouts, Task(one, 0, screening=True)).reports[0] for one in configs]
+        runs = [replay_chain(rollouts, Task(one, 0, screening=True))[0] for one in configs]
         found = batch_seconds(
             _machine("qwen3-30b-a3b", "A40"),
             [layout],
             rollouts.static.kv_tokens,
-            most_of(most),
+            rollouts.static.max_num_seqs,
             Load.of(rollouts.chains[0][1]),
             lengths,
         )
@@ -79,7 +73,7 @@ def test_a_batch_switches_where_that_saves_time() -> None:
 
     def seconds(*layouts: Layout, **room: int) -> float:
         kv = {1: 400_000, 8: 4_000_000} | {int(tp[2:]): room[tp] for tp in room}
-        return batch_seconds(machine, layouts, kv, lambda _: 1024, load)
+        return batch_seconds(machine, layouts, kv, dict.fromkeys(kv, 1024), load)
 
     alone = [seconds(one) for one in (narrow, wide)]
     assert seconds(narrow, wide) < min(alone)
@@ -91,14 +85,10 @@ def test_shares_of_lengths() -> None:
     machine = _machine("llama-3.1-8b", "H100")
     of: Any = {"machine": machine, "layouts": [Layout(8, 1)], "kv_tokens": {8: 10**9}}
     some, all_ = (
-        batch_seconds(**of, max_num_seqs=lambda _: 1024, load=Load(64, lengths))
+        batch_seconds(**of, max_num_seqs={8: 1024}, load=Load(64, lengths))
         for lengths in ([100, 1000], [100, 1000] * 32)
     )
     assert some == all_
-
-
-def most_of(max_num_seqs: Mapping[int, int]) -> Callable[[Layout], int]:
-    return lambda layout: max_num_seqs[layout.tp]
 
 
 def _machine(model: str, gpu: str) -> Machine:
