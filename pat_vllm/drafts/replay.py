@@ -6,7 +6,7 @@ on a response that was written it is accepted exactly if it is the token that wa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,24 +14,8 @@ import numpy as np
 from pat_vllm.drafts.corpus import Corpus, key_of
 from pat_vllm.drafts.suffix import draft
 
-Find = Callable[[np.ndarray, np.ndarray, np.ndarray], tuple[int, int]]
-"""A drafter: `own` and `others` as in `suffix.draft`, and `out`, which it fills; returns the
-draft's tokens and the match's."""
-
-Seen = Callable[[int, int, int], None]
-"""Is told of each step: tokens of the match, of the draft, and those accepted."""
-
 _MOST_TOKENS = 1 << 17
 _ALL = 1 << 62
-
-
-def suffix(own: np.ndarray, others: np.ndarray, out: np.ndarray) -> tuple[int, int]:
-    """As Model Runner V2 drafts, with matches of at least one token.
-
-    V1 drafts no more tokens than the match has.
-    """
-    count, match = draft(own, others, 1, out)
-    return int(count), int(match)
 
 
 @dataclass(frozen=True)
@@ -68,10 +52,11 @@ def replay(
     k: int,
     *,
     siblings: bool = True,
-    find: Find = suffix,
-    seen: Seen = lambda match, drafted, accepted: None,
 ) -> Replayed:
     """Responses to a prompt that are generated side by side; each step drafts and verifies.
+
+    They draft as Model Runner V2 does, with matches of at least one token. V1 drafts no more tokens
+    than the match has.
 
     Args:
         prompt: int32 [tokens].
@@ -96,12 +81,11 @@ def replay(
         ended = []
         for at in going:
             text, end = texts[at], ends[at]
-            drafted, match = find(text[:end], others, out)
+            drafted, _ = draft(text[:end], others, 1, out)
             right = out[:drafted][: len(text) - end] == text[end : end + drafted]
             accepted = int(right.cumprod().sum())
             ends[at] = min(end + accepted + 1, len(text))
             counts[at] += (1, drafted, accepted)
-            seen(match, drafted, accepted)
             if ends[at] == len(text):
                 ended.append(at)
         if siblings and ended:
