@@ -4,11 +4,11 @@
     python -m benchmarks.against ../before
 
 An engine of each lives; they take turns, and one that waits is stopped. In its turn an engine
-decodes a batch in each layout and takes a walk of switches with live requests. Both are started
-again and again, the one first and then the other, since an engine keeps what its start has made it:
-with equal code one is up to several percent slower. With `--batches` they serve the batches of
-`make bench` by the default policy instead. A ratio is this code's over the other's, start by start.
-Bar: 1.02.
+decodes a batch in each layout, and switches there and back while requests run. Both are started
+several times, each first in every second start: with equal code one engine can be several percent
+slower than another for as long as it lives. With `--batches` they serve the batches of `make bench`
+by the default policy instead. A ratio is this code's time over the other's, start by start, and is
+to be at most 1.02 (`BAR`).
 """
 
 # Engines' processes import this file before the code that they are to run: nothing of PAT here.
@@ -34,23 +34,23 @@ SWITCHES = 3
 
 
 Found = Mapping[str, Mapping[str, float]]
-"""Seconds of each thing, by side."""
+"""Of one start: side -> row of the table -> seconds."""
 
 Measure = Callable[[Mapping[str, Path], ExitStack], Found]
-"""Starts an engine of each side's code, the first one first, and has them take turns. They end with
-the stack."""
+"""Starts an engine of each side, in the order of the mapping (side -> folder with its `pat_vllm`),
+and has them take turns. They end with the stack."""
 
 
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("other", type=Path, help="root of the other checkout")
-    parser.add_argument("--this", type=Path, help="another one in the place of this code")
+    parser.add_argument("--this", type=Path, help="root of a checkout to measure as this code")
     parser.add_argument("--starts", type=int, default=8, help="of each side")
     parser.add_argument(
         "--batches", action="store_true", help="serve the batches of `make bench`, by the policy"
     )
-    parser.add_argument("--repeats", type=int, default=3, help="batches of a workload in a start")
+    parser.add_argument("--repeats", type=int, default=3, help="--batches: of each workload")
     parser.add_argument("--turns", type=int, default=10, help="of each side in a start")
     parser.add_argument("--model", default="qwen3-tiny")
     parser.add_argument("--requests", type=int, default=16)
@@ -71,6 +71,7 @@ def main() -> None:
             for side in SIDES if start % 2 == 0 else SIDES[::-1]:
                 codes[side] = Path(folder, side)
                 codes[side].mkdir()
+                # Of a checkout only this differs; the benchmark is this one's on both sides.
                 (codes[side] / "pat_vllm").symlink_to(roots[side] / "pat_vllm")
             found.append(measure(codes, stack))
         print(f"start {start + 1} of {arguments.starts}: {found[-1]}", flush=True)
@@ -125,7 +126,7 @@ def _steps(arguments: argparse.Namespace) -> tuple[str, Measure]:
             engines[side] = stack.enter_context(engine)
             engine.wait_until_ready()
             assert engine.call(_code) == str(code / "pat_vllm" / "__init__.py")
-            engine.call(_turn, prompts, arguments.tokens)
+            engine.call(_turn, prompts, arguments.tokens)  # warms up
             engine.pause()
         made: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
         for order in turns(SIDES, arguments.turns):
@@ -161,6 +162,7 @@ def _batches(arguments: argparse.Namespace) -> tuple[str, Measure]:
     workloads = tuple(WORKLOADS.values())
     settings = BenchSettings(model, 2, workloads, arguments.repeats, "full", seed=0)
     config = model_config(model)
+    # Of `make bench`'s sides, static and adaptive, both are the adaptive one here.
     options = engine_options(settings, sides(settings)[PAT], config)
 
     def measure(codes: Mapping[str, Path], stack: ExitStack) -> Found:
@@ -203,7 +205,8 @@ def _code(llm: Any) -> str:
 
 
 def _turn(llm: Any, prompts: Sequence[Any], tokens: int) -> dict[str, float]:
-    """Seconds of a decode step in each layout, and of a switch each way, with its planning."""
+    """Mean seconds of a decode step in each layout, and the median of a switch each way, without
+    the wait for steps in flight; then how much of that its planning takes."""
     import pat_vllm
 
     seconds = {}
@@ -215,6 +218,7 @@ def _turn(llm: Any, prompts: Sequence[Any], tokens: int) -> dict[str, float]:
         step_until(llm, produced, None)
         seconds[f"step, tp={tp}"] = (time.perf_counter() - begun) / (tokens - 2)
     first = len(pat_vllm.report(llm).switches)
+    # The report has ended the last batch, and with it the engine went home, to tp=1.
     produced = _begin(llm, prompts, tokens)
     for i, tp in enumerate((2, 1) * SWITCHES):
         step_until(llm, produced, 3 * (i + 1))
@@ -232,7 +236,7 @@ def _turn(llm: Any, prompts: Sequence[Any], tokens: int) -> dict[str, float]:
 
 
 def _begin(llm: Any, prompts: Sequence[Any], tokens: int) -> dict[str, int]:
-    """Add the batch; how many tokens each request has."""
+    """Add the batch. Returns how many tokens each request has so far: none."""
     from vllm import SamplingParams
 
     assert llm.reset_prefix_cache()

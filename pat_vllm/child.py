@@ -25,6 +25,7 @@ import psutil
 from pat_vllm.text_only import SAFE_PATH, command_of
 
 _LOOK = 0.2
+"""Seconds between looks at a process or a file."""
 _GRACE = 5.0
 """Seconds for processes to end by themselves."""
 _ENDING = 20.0
@@ -40,7 +41,7 @@ def environment(ranks: int) -> dict[str, str]:
     if ranks <= len(cores):
         threads = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(str(core) for core in cores[:ranks])}
     else:
-        # Threads only spin while they wait for each other when there are more of them than cores.
+        # With more threads than cores, a waiting thread spins on a core that another needs.
         # Numba, which the n-gram drafter uses, would have a thread for each core.
         threads = {
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -57,7 +58,7 @@ def environment(ranks: int) -> dict[str, str]:
         "TORCHDYNAMO_DISABLE": "1",
     }
     chosen = {**defaults, **os.environ}
-    # It would override `kv_cache_memory_bytes`.
+    # Even if the user has set it: it would override `kv_cache_memory_bytes`.
     chosen.pop("VLLM_CPU_KVCACHE_SPACE", None)
     return chosen
 
@@ -65,12 +66,15 @@ def environment(ranks: int) -> dict[str, str]:
 class Events:
     """What a child tells its parent, a line of JSON each, at once.
 
-    An event has one of these keys: `doing`, what begins; `answer`, the result; `last`, true when
-    the child has nothing more to do than to end; others are the module's own.
+    Keys of an event: `doing`, what begins; `answer`, the result; `last`, true when the child has
+    nothing left to do but to end. Others are the module's own. An event may have several, or none.
     """
 
     def __init__(self, path: str | None = None) -> None:
-        """`path`: the file to append to; None keeps the lines in memory."""
+        """Append to the file `path`, and have this process end when its parent has ended.
+
+        None keeps the lines in memory.
+        """
         self.file: TextIO = StringIO() if path is None else open(path, "a")  # noqa: SIM115
         if path is not None:
             _end_with(os.getppid())
@@ -145,7 +149,7 @@ def run_module(
                 # So that the engine's processes can be ended with it.
                 start_new_session=True,
             )
-            hangs, answer = True, None  # hangs: or this process is to end
+            hangs, answer = True, None  # if an exception leaves the loop, the child is ended, too
             try:
                 for event in _events_of(process, events, log, silence):
                     answer = event.get("answer", answer)
@@ -199,9 +203,9 @@ def _wait(process: subprocess.Popen[bytes]) -> None:
 
 
 def _end_what_is_left(process: subprocess.Popen[bytes]) -> None:
-    """Kill what a process has started and has not ended itself after some seconds.
+    """Give what an ended process has started some seconds to end, too, then kill it.
 
-    A process that was killed ends nothing, and stock vLLM's engine would keep its devices.
+    If it was killed, its children run on: those of stock vLLM would keep their devices.
     """
     until = time.monotonic() + _GRACE
     with suppress(ProcessLookupError, PermissionError):

@@ -96,7 +96,7 @@ class StateKind:
     # ---------------------------------------------------------------- blocks of a request
 
     def skipped(self, tokens: int) -> int:
-        """The first tokens of a request with so many computed ones that are not needed any more."""
+        """Of a request's computed tokens, how many of the first are not needed any more: `held`."""
         return 0
 
     def held(self, tokens: int) -> range:

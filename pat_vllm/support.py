@@ -172,7 +172,7 @@ def _engine_shape(vllm_config: VllmConfig) -> EngineShape:
         runner="V2" if vllm_config.use_v2_model_runner else "V1",
         weights=resolve_weights(vllm_config),
         migrates=pat_config(vllm_config).kv_transfer != "recompute",
-        attention="FLASHINFER" if flashinfer else "CPU_ATTN" if on_cpu else "FLASH_ATTN",
+        attention="CPU_ATTN" if on_cpu else "FLASHINFER" if flashinfer else "FLASH_ATTN",
         num_speculative_tokens=vllm_config.num_speculative_tokens,
     )
 

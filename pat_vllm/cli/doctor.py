@@ -10,6 +10,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,7 +53,7 @@ def examine(console: Console, options: Options) -> Report:
     from pat_vllm.gpus import gpu_named
 
     check_engine(options.engine, options.pat, options.ranks)
-    sizes, models = sizes_of(options.shape, options.ranks), None
+    sizes = sizes_of(options.shape, options.ranks)
     if options.gpu is not None:
         gpu_named(options.gpu)
         if options.model is None:
@@ -75,11 +76,9 @@ def examine(console: Console, options: Options) -> Report:
             if not console.is_terminal:
                 console.print(text, markup=False)
 
-        if options.gpu is None:
-            doing("making random models")
-            models = self_test_models(scratch, sizes, options.speculate)
+        make_models = partial(self_test_models, scratch, sizes, options.speculate)
         stages = []
-        for stage in run_stages(options, models, doing):
+        for stage in run_stages(options, make_models, doing):
             stages.append(stage)
             seconds = f" in {stage.seconds:.0f} s" if stage.seconds else ""
             why = f": {escape(stage.why)}" if stage.status == "skipped" else ""

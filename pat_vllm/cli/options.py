@@ -20,8 +20,8 @@ def options_of(model: Callable[..., Any]) -> Callable[[Callable[..., None]], Cal
         model: the dataclass, whose fields are annotated with `typer.Option`; one that is a dict is
             given as a JSON object. The decorated function takes a value of it first, and its other
             parameters are further options. A `ValueError`, also of the function, ends the command
-            as a wrong option does, and what it cannot import, read or write as `failed`. Ranges
-            are checked by the dataclass (`Ranged`): it names the value and both ends.
+            as a wrong option does, an `ImportError` or `OSError` as `failed`. Ranges are checked by
+            the dataclass (`Ranged`): it names the value and both ends.
     """
     fields = inspect.signature(model, eval_str=True).parameters
     of_model = {name: _for_typer(field) for name, field in fields.items()}

@@ -199,7 +199,8 @@ def _choices(engine: dict[str, Any]) -> dict[str, Any]:
         config = EngineArgs(**engine).create_engine_config()
     except Exception as error:  # a user's mistake may be any exception of vLLM's
         return {"refused": f"vLLM: {_last(error)}" if "PAT" not in str(error) else str(error)}
-    model = json.loads(config.model_config.hf_text_config.to_json_string(use_diff=False))
+    options = config.model_config.hf_text_config.to_dict()
+    model = json.loads(json.dumps(options, default=str))
     try:
         prepare(config)
     except ValueError as error:

@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from pat_vllm.child import environment, run_module
@@ -45,16 +45,17 @@ Outcome = list[Check] | str
 
 
 def run_stages(
-    options: Options, models: Models | None, doing: Callable[[str], None]
+    options: Options, make_models: Callable[[], Models], doing: Callable[[str], None]
 ) -> Iterator[Stage]:
     """Run the stages; each is handed out when it has ended. After one that fails, none is run.
 
     Args:
         options: `model` is a folder.
-        models: of the self-test; none with `--gpu`.
+        make_models: makes those of the self-test. Only a stage that needs them calls it: what
+            crashes at the import of torch is then told by the first stage.
         doing: called with what is being done, as "stage: what".
     """
-    run = _Stages(options, models, doing)
+    run = _Stages(options, make_models, doing)
     stages: dict[str, Callable[[], Outcome]] = {
         "environment": run.environment,
         "model": run.model,
@@ -81,7 +82,7 @@ class _Stages:
     """What one stage leaves for the next."""
 
     options: Options
-    models: Models | None
+    make_models: Callable[[], Models]
     doing: Callable[[str], None]
     facts: Facts = field(init=False)
     stage: str = ""
@@ -145,10 +146,10 @@ class _Stages:
         checks, _ = self._child("engine", TASK.dump_json(task).decode(), self.options.ranks)
         return [*made, *checks]
 
-    @property
+    @cached_property
     def _random_models(self) -> Models:
-        assert self.models is not None
-        return self.models
+        self.doing(f"{self.stage}: making random models")
+        return self.make_models()
 
     def _child(self, module: str, request: str, ranks: int) -> tuple[list[Check], Any]:
         """Run a module of this package in a process of its own; its checks and its answer."""

@@ -1,4 +1,8 @@
-"""One KV buffer per device, viewed by every layout."""
+"""One KV buffer per device, viewed by every layout.
+
+Each layout divides the same bytes into blocks of its own size. Only the active layout's blocks are
+in use; a switch copies what they hold to blocks of the next layout.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +18,8 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 class SharedKVBuffer:
     """The memory behind the KV caches of all layouts.
 
-    vLLM lets the caller choose the memory of a runner's KV cache by a context manager around the
-    allocation. PAT's hands out the same buffer each time.
+    vLLM's worker allocates the KV cache of a runner inside a context manager. PAT's worker puts its
+    own in the place of that. Inside it, the allocation returns the same buffer each time.
     """
 
     def __init__(self) -> None:
@@ -34,7 +38,8 @@ class SharedKVBuffer:
     ) -> dict[str, torch.Tensor]:
         """Views of the buffer by layer: [blocks, heads, tokens, content] of the cache's dtype.
 
-        Their blocks are the scheduler's. An attention kernel may use smaller ones.
+        Content is what a token has in a head, its key and value, say. Blocks are the scheduler's;
+        an attention kernel may use smaller ones.
         """
         assert self.buffer is not None, "no KV cache is allocated yet"
         views: dict[str, torch.Tensor] = {}

@@ -2,7 +2,7 @@
 
 vLLM's Prometheus logger asks the KV connector of an engine for metrics of its own, and hands it the
 connector's part of the statistics of each step. Gauges, counters and histograms are of the classes
-that the logger uses: prometheus_client's, which are safe with several API servers, or Ray's.
+that the logger uses: prometheus_client's, which several API servers can share, or Ray's.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _UPDATE: dict[type, str] = {Gauge: "set", Counter: "inc", Histogram: "observe"}
 
 
 class PATMetrics(KVConnectorPromMetrics):
-    """Registers PAT's metrics and applies updates to them. Begins with an idle engine."""
+    """Registers PAT's metrics, with the values of an idle engine, and applies updates to them."""
 
     def __init__(
         self,
@@ -57,10 +57,13 @@ class PATMetrics(KVConnectorPromMetrics):
         self._series: dict[tuple[int, str, tuple[str, ...]], Any] = {}
         home, idle = home_layout(vllm_config), Updates()
         idle.state(home, (0,) * home.replicas)
+        first = idle.take()
+        assert first is not None
         for engine_idx in per_engine_labelvalues:
+            # A series that began with its first event would hide that event from `rate`.
             for name, labels in known_series(layouts_of(vllm_config)):
                 self._of(engine_idx, name, labels)
-            self.observe(idle.take() or {}, engine_idx)
+            self.observe(first, engine_idx)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Apply what `Updates.take` gave."""
@@ -87,11 +90,14 @@ class PATStats(KVConnectorStats):
 
 
 def naming_connector(vllm_config: VllmConfig) -> VllmConfig:
-    """A copy of an engine's config that names PAT's connector, for vLLM's loggers alone."""
+    """A copy of an engine's config that names PAT's connector, for vLLM's loggers alone.
+
+    The engine's own names none: its core and workers make PAT's connector themselves, for switches.
+    """
     config = copy.copy(vllm_config)
     config.kv_transfer_config = KVTransferConfig(
         kv_connector="PATConnector",
         kv_connector_module_path="pat_vllm.kv_transfer.connector",
-        kv_role="kv_producer",  # for a consumer vLLM would show stages of loads
+        kv_role="kv_producer",  # or vLLM adds a gauge, num_requests_kv_fetch_by_stage
     )
     return config

@@ -1,8 +1,9 @@
-"""A switch between two layouts of one tp: schedulers, blocks and KV stay as they are.
+"""Whether a switch between two layouts of one tp may leave requests, blocks and KV in place.
 
-The layouts differ in how experts lie, not in who has which request's KV. All that changes is who
-computes: what runs is queued again with its blocks (`queue_with_blocks`), and vLLM's schedulers
-tell the other layout's workers of it with its next step, as of a request whose KV has arrived.
+Such layouts differ only in how experts lie on a replica's ranks, so no KV moves. But each worker
+goes on with the other layout's model runner, which has to be told of the requests. So `StayInPlace`
+queues those that run again, with their blocks (`queue_with_blocks`). vLLM's scheduler then sends
+tokens and blocks with the next step, as for a request that it resumes.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ if TYPE_CHECKING:
 def keeps_places(source: Layout, target: Layout, replicas: Sequence[Replica]) -> bool:
     """Whether the requests of `source` may stay where they are.
 
-    A scheduler preempts what runs for lack of blocks, but not what waits with blocks of its own. So
-    there have to be blocks for the next step of everything.
+    After the switch all of them wait and hold blocks. vLLM preempts only running requests to free
+    blocks. So the free ones must be enough for the next step of every request, in every KV cache
+    group (`Replica.kinds` has one kind for each).
     """
     return source.shares_kv(target) and all(
         len(replica.kinds) * sum(_blocks_of_a_step(replica.scheduler))
@@ -31,7 +33,10 @@ def keeps_places(source: Layout, target: Layout, replicas: Sequence[Replica]) ->
 
 
 def _blocks_of_a_step(scheduler: Scheduler) -> list[int]:
-    """What each request that runs may need at most in each group; of a prompt, all that is left."""
+    """For each running request, the most blocks of one group that its next step may need.
+
+    All that is left of a prompt counts. n tokens lie in at most 2 + n // block_size blocks.
+    """
     lookahead = scheduler.num_lookahead_tokens + scheduler.num_spec_tokens + 1
     return [
         2 + (request.num_tokens - request.num_computed_tokens + lookahead) // scheduler.block_size

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 class PATScheduler(SchedulerInterface):
     """What vLLM's engine core sees of the replicas, as one scheduler.
 
-    `ReplicaSet` has the replicas and their steps, `LayoutController` decides on switches.
+    `ReplicaSet` has the replicas and their steps, `LayoutController` decides on switches, `Monitor`
+    knows the unfinished requests and tells policy, report and metrics what happens.
     """
 
     def __init__(
@@ -46,8 +47,9 @@ class PATScheduler(SchedulerInterface):
         include_finished_set: bool = False,
         log_stats: bool = False,
     ) -> None:
-        """See vLLM's `SchedulerInterface`. `kv_cache_config` is the base layout's."""
+        """See vLLM's `SchedulerInterface`. `kv_cache_config` is the narrowest (base) layout's."""
         self.kv_cache_config = kv_cache_config
+        # vLLM's engine core reads these two. The replicas' connectors serve switches only.
         self.connector = None
         self.ec_connector = None
         most = max(one.max_num_seqs for one in limits_by_tp(vllm_config).values())
@@ -73,7 +75,8 @@ class PATScheduler(SchedulerInterface):
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
         assert isinstance(scheduler_output, PATSchedulerOutput)
-        self.replica_set.discard_retired()  # the workers have been given their steps by now
+        # What a switch has left is cleared away here: by now the workers are busy with their steps.
+        self.replica_set.discard_retired()
         of_replica = {}
         for index, step in scheduler_output.steps.items():
             grammar = self._replicas[index].grammar_bitmask(step)
@@ -90,14 +93,14 @@ class PATScheduler(SchedulerInterface):
         """Update the replicas whose steps have finished, whichever engine step started them.
 
         Args:
-            scheduler_output: not used; vLLM's loop pairs outputs with schedules.
+            scheduler_output: not used: the steps that have finished may be of earlier ones.
             model_runner_output: `list[StepResult]` from the executor.
         """
         self.replica_set.finish(model_runner_output)
         outputs = self.replica_set.take_outputs()
         for client in outputs.values():
             if client.scheduler_stats is not None:
-                whole_engine(client.scheduler_stats, self)
+                whole_engine(client.scheduler_stats, self)  # its gauges are one replica's
         if self.monitor.metrics is not None:
             num_seqs = [replica.num_seqs for replica in self._replicas]
             self.monitor.metrics.state(self.replica_set.layout, num_seqs)
@@ -108,7 +111,7 @@ class PATScheduler(SchedulerInterface):
 
     def add_request(self, request: Request) -> None:
         """Route a request to a replica: prefix affinity first, then least load."""
-        if not self.has_request(request.request_id):
+        if not self.has_request(request.request_id):  # else it is a session's next input
             self.controller.before_arrival()
         self.replica_set.add(request)
 
@@ -130,7 +133,7 @@ class PATScheduler(SchedulerInterface):
         return self.replica_set.has_work or self.controller.has_switch_requests
 
     def has_request(self, request_id: str) -> bool:
-        """Asked by vLLM 0.33 while a pause has it turn new requests away."""
+        """vLLM 0.33 asks in a pause that refuses requests: a session's next input is let in."""
         return self.monitor.requests.replica_of(request_id) is not None
 
     def get_request_counts(self) -> tuple[int, int]:
@@ -150,13 +153,13 @@ class PATScheduler(SchedulerInterface):
     def set_pause_state(self, pause_state: PauseState) -> None:
         self.replica_set.set_pause_state(pause_state)
         if pause_state != PauseState.UNPAUSED and self.replica_set.num_seqs:
-            self.monitor.policy.interrupted()
+            self.monitor.policy.interrupted()  # what this part of the batch saves is not counted
 
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
         reset = self.replica_set.reset_prefix_cache(reset_running_requests, reset_connector)
-        self.controller.caches_reset()
+        self.controller.caches_reset()  # if no request is left, the batch is over
         return reset
 
     def reset_encoder_cache(self) -> None:
@@ -187,4 +190,4 @@ class PATScheduler(SchedulerInterface):
 
     def shutdown(self) -> None:
         self.replica_set.shutdown()
-        self.monitor.draft_rows.close()
+        self.monitor.draft_rows.close()  # keeps responses for the next engine's drafts

@@ -16,10 +16,12 @@ from tests.gpuless.programs import Program, running
 pytestmark = pytest.mark.costly
 
 TOLERANCE = 2e-4
-"""Of log-probabilities of plain weights on CPU."""
+"""Most by which log-probabilities of compiled and other code differ, in float32 on CPU."""
 SILENCE = 600.0
-"""Seconds: those of a C++ compiler, too."""
+"""Seconds without output after which the program hangs. A C++ compiler is silent for long."""
 CASES = ("plain", "cold", "warm")
+"""In this order: an engine that compiles nothing, one that compiles, and one that starts with what
+that has kept. A module that imports `results` has its own `CASES` of `compiled.py`."""
 
 COLD = {
     **dict.fromkeys(("num_graphs_seen", "num_aot_compiles", "num_aot_artifacts_saved"), 2),
@@ -39,7 +41,8 @@ Result = dict[str, Any]
 def results(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Program]:
-    """What engines do, case by case of the module, while tests look at what is done."""
+    """The program, which goes through `CASES` of the requesting module. A test waits for those that
+    it needs."""
     with running(
         "compiled",
         tmp_path_factory.mktemp("compiled"),
@@ -53,8 +56,8 @@ def results(
 
 
 def check(result: Result, plain: Result, counts: dict[str, int]) -> None:
-    """Each worker has compiled what these counts say and nothing later, and computes what one
-    computes that compiles nothing."""
+    """Each worker's counters are these after the start, and the same after it has generated and
+    switched. The engine's outputs are those of one that compiles nothing."""
     assert "failed" not in result, result["failed"]
     for counter in result["compiled"]:
         assert {name: counter[name] for name in counts} == counts, counter
@@ -63,10 +66,12 @@ def check(result: Result, plain: Result, counts: dict[str, int]) -> None:
 
 
 def check_outputs(result: Result, plain: Result) -> None:
-    """Those of an engine that compiles nothing; across switches, those of its layouts."""
+    """They are those of an engine that compiles nothing. A run with switches is compared with that
+    engine's runs in each layout: same tokens, and log-probabilities of one or the other."""
     assert plain["runs"].keys() == {"tp=1", "tp=2", "there and back"}
     for run, outcomes in result["runs"].items():
-        references = [plain["runs"][name] for name in (["tp=1", "tp=2"] if "and" in run else [run])]
+        names = ["tp=1", "tp=2"] if run == "there and back" else [run]
+        references = [plain["runs"][name] for name in names]
         assert outcomes.keys() == references[0].keys()
         for name, outcome in outcomes.items():
             for reference in references:
@@ -75,6 +80,7 @@ def check_outputs(result: Result, plain: Result) -> None:
                 outcome["logprobs"], *(one[name]["logprobs"] for one in references), strict=True
             )
             apart = [min(abs(one - other) for other in others) for one, *others in found]
+            # No request generates fewer than 12 tokens.
             assert len(apart) >= 12 and max(apart) <= TOLERANCE, (run, name, apart)
 
 

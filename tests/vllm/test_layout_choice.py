@@ -81,6 +81,13 @@ def test_defaults_are_those_of_vllm() -> None:
     assert EngineShape(()).gpu_memory_utilization == CacheConfig().gpu_memory_utilization
 
 
+def test_a_cpu_has_its_own_attention(lines: list[str]) -> None:
+    """Whatever is asked for, vLLM takes it there."""
+    asked = {"attention_config": {"backend": "FLASHINFER"}}
+    config = engine_config(random_model("qwen3"), 2, max_model_len=512, **asked)
+    assert support._engine_shape(config).attention == "CPU_ATTN"
+
+
 def test_tiny_models_keep_what_tests_rest_on(lines: list[str]) -> None:
     for ranks, expected in ((2, ["tp1dp2", "tp2dp1"]), (4, ["tp1dp4", "tp2dp2", "tp4dp1"])):
         config = engine_config(random_model("qwen3"), ranks, {"weights": "auto"}, max_model_len=512)

@@ -1,4 +1,4 @@
-"""On which nodes and GPUs Ray puts engines."""
+"""Checks on which nodes Ray has put engines, and finds out on which GPUs."""
 
 from __future__ import annotations
 
@@ -39,9 +39,11 @@ def check_nodes(group: Any, engines: Sequence[Sequence[int]]) -> None:
 async def gpus_of_bundles(bundles: list[int], share: float) -> list[str]:
     """Ids of the GPUs in these bundles of the current placement group, in their order.
 
+    The engine shows them to workers that Ray does not start. A Ray task in each bundle finds out.
+
     Args:
         bundles: their indices; they must be on this node.
-        share: of each GPU that the engine may use.
+        share: the fraction of a GPU that each task asks Ray for: what the engine may use.
 
     Raises:
         ValueError: a bundle is on another node.
@@ -61,8 +63,9 @@ async def gpus_of_bundles(bundles: list[int], share: float) -> list[str]:
         node, ids = await place
         if node != here:
             raise ValueError(
-                '--vllm.pat \'{"launcher": "mp"}\' starts all workers on one node, but Ray put '
-                'the engine\'s GPUs on several; use the launcher "ray", or narrower engines'
+                '--vllm.pat \'{"launcher": "mp"}\' starts all workers on the node of the engine\'s '
+                'actor, but Ray put a GPU of it on another; use the launcher "ray", which needs '
+                "them on one node only, or narrower engines"
             )
         gpus += ids
     return gpus

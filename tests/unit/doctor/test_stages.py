@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -61,8 +62,11 @@ def run_with(
     own = {"worker_extension_cls": "x.Y", "block_size": 32, "additional_config": {"more": 1}}
     given: dict[str, Any] = {"pat": {"base_tp": 1}, "engine": own, **options}
     models = Models(Path("first"), Path("other"), 512, (4, 0, 1))
-    found = run_stages(Options(**given), models, lambda what: None)
-    return {stage.name: stage for stage in found}
+    make_models = Mock(return_value=models)
+    found = {one.name: one for one in run_stages(Options(**given), make_models, Mock())}
+    # Only for engines, and in the place of a model that is not given.
+    assert make_models.call_count == (bool(children.tasks) or "model" not in options)
+    return found
 
 
 def status_of(found: dict[str, Stage]) -> str:

@@ -1,4 +1,8 @@
-"""What the executor does when a worker fails or its memory is away, without workers."""
+"""How the executor reads workers' replies, and what it does when one fails, is late, or dies.
+
+There are no workers: tests reply in their place. Steps go to a replica by its lane, a ring of its
+own; all other calls go to all ranks by vLLM's ring.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +35,7 @@ COMMAND = SwitchCommand(1, Layout.of(1, 2), Layout.of(2, 2))
 
 
 def begin(executor: Any) -> None:
-    """In the first layout, with its lanes open."""
+    """Give an executor its state after the start: first layout, lanes open, no step in flight."""
     executor.layout = COMMAND.source
     executor._lanes = Mock()
     executor._in_lanes = False
@@ -46,13 +50,18 @@ def begin(executor: Any) -> None:
 
 
 def step_timeout(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    """Of vLLM's variable, which takes whole seconds only from the environment."""
+    """Set vLLM's limit for a step. From the environment vLLM would take whole seconds only."""
     name = "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"
     monkeypatch.setitem(envs.environment_variables, name, lambda: seconds)
 
 
 class Stock:
-    """As much of vLLM's executor as is asked for: two ranks, whose weights may be incomplete."""
+    """As much of vLLM's executor as is asked for, also by `test_weight_calls.py`.
+
+    Attributes:
+        calls: names of the methods that were called.
+        whole: whether the second rank has all its weights.
+    """
 
     is_sleeping = False
     vllm_config = None
@@ -84,7 +93,7 @@ class Executor(PATExecutorMixin, Stock):
 
 
 class RealExecutor(PATExecutor):
-    """The same over vLLM's executor, whose way to read replies it is."""
+    """PAT's executor over vLLM's own. Both send calls and read replies as they always do."""
 
     def __init__(self) -> None:
         begin(self)
@@ -99,7 +108,7 @@ def rings(request: Any) -> Iterator[tuple[RealExecutor, list[MessageQueue]]]:
     local = request.param != "ray, another node"
     writers = [MessageQueue(1, int(local), connect_ip="127.0.0.1") for _ in range(2)]
     executor.response_mqs = [MessageQueue.create_from_handle(w.export_handle(), 0) for w in writers]
-    if request.param != "multiproc":
+    if not local:  # as the Ray executor does
         executor.response_mqs = [reader_of(mq) for mq in executor.response_mqs]
     for writer, reader in zip(writers, executor.response_mqs, strict=True):
         other = threading.Thread(target=reader.wait_until_ready)
@@ -158,6 +167,7 @@ def test_a_rank_that_never_replies_fails_the_engine(
 CALL: Any = "load_my_weights"
 """A worker method that PAT knows nothing of."""
 FAILED = CallFailed("no such file")
+"""The reply when a user's method has raised. Its status is SUCCESS, or vLLM would stop reading."""
 
 
 @pytest.mark.parametrize(("block", "rank"), [(True, 0), (False, 1)])
@@ -178,7 +188,10 @@ def test_a_failure_of_a_call_is_heard_and_later_replies_are_not_mixed_up(
 
 
 def answering(writers: list[MessageQueue], reply: str) -> Any:
-    """Has each rank answer a call."""
+    """Has each rank answer a call.
+
+    After a failed call the executor sends a "pat_echo", and drops what comes before its reply.
+    """
 
     def send(call: Any) -> None:
         for writer in writers:
@@ -189,7 +202,7 @@ def answering(writers: list[MessageQueue], reply: str) -> Any:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_failure_of_a_call_is_heard_while_the_other_rank_waits(rings: Any, rank: int) -> None:
-    """In a transfer of weights, say. It may come to an end before the next call."""
+    """In a transfer of weights, say. The other may reply after the failure was raised."""
     executor, writers = rings
     writers[rank].enqueue((SUCCESS, FAILED))
     with pytest.raises(RuntimeError, match="no such file"):
@@ -209,7 +222,7 @@ def test_a_call_may_take_as_long_as_its_caller_says(
     executor.rpc_broadcast_mq.enqueue = answering(writers, "later")
     assert executor.collective_rpc(CALL, timeout=60) == ["later", "later"]
     executor.failure_callback.assert_not_called()
-    # What PAT does after it has a limit of its own: it is between two steps.
+    # The weights are derived again afterwards. That has a limit of its own: a step's.
     step_timeout(monkeypatch, 0.1)
     executor.rpc_broadcast_mq.enqueue = Mock()
     callback = executor.failure_callback
@@ -232,7 +245,8 @@ def test_a_failure_of_the_one_rank_that_replies(rings: Any) -> None:
 def test_what_a_failed_call_leaves_is_no_reply_to_the_next(
     rings: Any, late: bool, switches: bool
 ) -> None:
-    """vLLM reads no further than the first error. Its own "profile" is sent as it is."""
+    """vLLM reads no further than the first error. A "profile" is vLLM's own method: PAT does not
+    wrap it, so it fails with FAILURE, not with `CallFailed`."""
     executor, writers = rings
 
     def workers(call: Any) -> None:
@@ -282,10 +296,10 @@ def test_a_rank_that_fails_at_start_is_heard_while_the_other_waits_for_it(rings:
 
 @pytest.mark.parametrize("switches", [False, True], ids=["call", "switch"])
 def test_replies_to_earlier_calls_are_not_lost(rings: Any, switches: bool) -> None:
-    """Which a later call, or a switch, has read."""
+    """A later call, or a switch, reads them first, and gives them to the futures that wait."""
     executor, writers = rings
     fine, failed = (executor.collective_rpc(CALL, non_block=True) for _ in range(2))
-    executor._stale = False
+    executor._stale = False  # or a switch would first derive the weights again
     for writer in writers:
         for reply in ("before", FAILED, "later"):
             writer.enqueue((SUCCESS, reply))
@@ -377,15 +391,16 @@ class PlayedLanes:
         return StepReply(self.replies[rank].popleft())
 
     def wait(self, ranks: Any, timeout: float) -> None:
-        """Some more reply meanwhile."""
+        """Meanwhile the first of these ranks replies."""
         for rank in list(ranks)[:1]:
             self.replies[rank].append(EMPTY_MODEL_RUNNER_OUTPUT)
 
 
 def test_steps_finish_in_each_replicas_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some of them, or all; one that takes too long ends the engine."""
+    """`finished` returns some of them, or all. A step that takes too long ends the engine."""
     executor: Any = Executor()
     executor._lanes = lanes = PlayedLanes()
+    # When each replica's steps were sent: so late that none times out.
     executor._pending = {0: deque([1e12, 1e12]), 1: deque([1e12])}
     lanes.replies[1].append("of 1")
     assert [(one.replica, one.output) for one in executor.finished()] == [(1, "of 1")]
