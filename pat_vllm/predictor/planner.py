@@ -1,16 +1,17 @@
 """The cheapest path of layouts and draft lengths from now to the end of the batch. Pure.
 
-The number of live requests only falls while nobody asks for more, and everybody can see it. So a
-plan is a layout and a draft length k for each number of live requests, and its expected time adds
-up over them:
+While no request arrives, the number of live ones only falls, and it is always known. So a plan is a
+layout and a draft length k for each number of live requests, and its expected time adds up over
+them:
 
-    sum over m of  E[tokens of a request with exactly m live]
+    sum over m of  E[tokens that each live request makes while exactly m are live]
                    * step time(layout(m), m, k(m)) / tokens per step(k(m))  +  switches
 
 The expectations come from sampled futures of the live requests. A change of k costs nothing, so in
 each layout k is the one with the least time per token. The best layouts follow by dynamic
-programming from the last response backwards, over as many switches as pay, in any direction. The
-plan uses only what will be known by then.
+programming from the last response backwards, over as many switches as pay, in any direction.
+
+A course has the numbers of live requests in groups, few first: the last group is the present one.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from pat_vllm.speculation import Schedule
 _PREFILL_CHUNK = 512
 """Prompt tokens that a step is taken to compute where many wait."""
 StepSeconds = Callable[..., Floats]
-"""Seconds of steps, by what `StepTimeModel.seconds` takes."""
+"""Seconds of steps, by layout and the fields of `StepShape` (batch, context, longest, ...)."""
 SwitchSeconds = Callable[[Layout, Layout, Floats, Floats], Floats]
 """Seconds of switches, by source, target, live requests and their tokens."""
 
@@ -170,9 +171,9 @@ class Planner:
         turns = batch / running
         short = running < admitted
         if short.any():
-            # Requests do not advance alike then: some run to their ends, the others wait. In sum
-            # the KV held by steps is the same. So as many steps are made, but of as many requests
-            # as have room with the mean context of all tokens that are made meanwhile.
+            # Requests do not advance alike then: some run to their ends, the others wait. Over all
+            # groups that are short of KV, steps read as much KV as if requests advanced alike. So
+            # each step runs as many requests as have room with the mean context over these groups.
             weights = np.where(short, course.steps + 1e-9, 0.0)
             typical = float(weights @ course.context) / float(weights @ course.live)
             queued = np.minimum(admitted, max(room / max(1.0, typical), 1.0))
@@ -196,9 +197,10 @@ class Planner:
         steps = seconds(running)
         tokens = steps / drafting.tokens[:, None]
         if course.steps_per_token is not None and drafting is not PLAIN:
-            # How often a step's fixed part is paid is up to the request that ends last. The rest
-            # is paid by each request for its own steps. Requests end one after another: the line
-            # through a quarter of them and all of them stands for steps of all numbers.
+            # The fixed part of a step is paid for each step of the request that ends last, the
+            # rest by each request for its own steps. As requests end, steps of all sizes occur. The
+            # line through a quarter of the requests and all of them stands for these; `fixed` is
+            # its value for none.
             last, each = course.steps_per_token
             fixed = np.clip((4 * seconds(0.25 * running) - steps) / 3, 0.0, steps)
             tokens = fixed * last + (steps - fixed) * each
@@ -275,8 +277,8 @@ class Planner:
 def _batch(live: Floats, replicas: int) -> Floats:
     """Mean number of requests in a live request's replica, itself included, [groups].
 
-    The most live requests are spread evenly. They then end at random, not in each replica in turn:
-    of those that a request has beside it, the same share is left as of all others.
+    The most live requests are spread evenly. They then end at random, not in each replica in turn.
+    So of a request's neighbours the same share is left as of all other requests.
     """
     most = live.max()
     beside = max(0.0, most / replicas - 1)
@@ -286,8 +288,8 @@ def _batch(live: Floats, replicas: int) -> Floats:
 def _schedule(pace: _Pace, most: int) -> Schedule:
     """Draft lengths by the requests in a replica's step, 1 to `most`.
 
-    Each number takes the length of the group that runs the nearest number. Of groups that run as
-    many in a replica, it is the one that comes first.
+    Each number takes the length of the group that runs the nearest number. Of groups that run the
+    same number, it is the last in the arrays: the first in time.
     """
     if (pace.lengths == pace.lengths[0]).all():
         return ((1, most, int(pace.lengths[0])),)

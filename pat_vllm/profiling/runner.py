@@ -1,8 +1,9 @@
 """Measures steps and switches of a real engine, with synthetic requests.
 
-It runs in the engine core, while no request is live, and sends its steps down the executor's own
-lanes. So its times include dispatch, collectives, sampling, and whatever the replicas take from
-each other. A step's time is the time from one finished step of a replica to its next.
+It runs in the engine core, while no request is live, and sends its steps as the engine does: down
+the executor's lanes, a message queue for each replica. So its times include dispatch, collectives,
+sampling, and whatever the replicas take from each other. A step's time is the time from one
+finished step of a replica to its next.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ _Allotted = dict[int, list[SyntheticRequest]]
 _LEAST_TIMES = 3
 """Step times, over all replicas, below which a point is never left."""
 _UNSETTLED = 2
-"""Steps of a replica after which times count: the first adds the requests, the second may still
-meet what the first has made necessary."""
+"""Steps of a replica after which times count: the first adds the requests, and the second may
+still do work that the first has caused."""
 _STEPS_OF_A_POINT = 5
 """Steps that an expensive point takes: the unsettled ones, and as many as it needs."""
 
@@ -54,7 +55,7 @@ class Profiler:
 
     No request may be live and no step in flight. The KV memory is overwritten, so that no prefix
     cache may rest on it. Afterwards the workers are in the layout in which they were, know of no
-    request, and sample on as after the switch number `switch_id`.
+    request, and their random sampling is seeded as after the switch number `switch_id`.
 
     Attributes:
         steps, switches: what was measured.
@@ -91,6 +92,7 @@ class Profiler:
         self._go(home)
         for done, point in enumerate(plan.points):
             left = plan.budget - (time.perf_counter() - started)
+            # Overtime is only for a profile that lacks points to be kept, and can still get them.
             if quality.becomes_complete(done - self.skipped, self.skipped, len(plan.points)):
                 left += plan.overtime
             if (
@@ -139,7 +141,7 @@ class Profiler:
     ) -> tuple[list[float], list[tuple[int, int]]]:
         """Step times of all streams' settled steps, running side by side until they suffice.
 
-        In the order in which they were measured, with their `Stream.sizes`.
+        In the order in which they were measured, each with its contexts' sum and the longest one.
         """
         times: list[float] = []
         sizes: list[tuple[int, int]] = []
@@ -159,6 +161,7 @@ class Profiler:
             pending = self._executor.sample_tokens(None, non_block=True)
             if ready and max(len(streams[one].in_flight) for one in ready) < self._depth:
                 continue  # as vLLM's loop fills its queue before it waits
+            # Of whatever steps have finished, in any replica.
             results = pending.result()
             now = time.perf_counter()
             for result in results:
@@ -170,7 +173,7 @@ class Profiler:
                     times.append(now - before)
                     sizes.append(streams[replica].sizes[steps - 1])
                     counted[replica] += 1
-            # With one replica at the end of its steps the others would not be slowed down by it.
+            # All stop when one can make no more steps: without it the others would be faster.
             full = any(stream.full for stream in streams.values())
             fewest = min(counted.values())
             enough = enough or full or self._suffice(times, fewest, now - started, patience)
@@ -280,6 +283,7 @@ class Profiler:
 
 
 def _request_blocks(before: _Allotted, after: _Allotted) -> Iterator[RequestBlocks]:
+    """Old and new blocks of each request, without the null ones, which come first."""
     target = {one.request_id: (replica, one) for replica, ones in after.items() for one in ones}
     for replica, ones in before.items():
         for one in ones:

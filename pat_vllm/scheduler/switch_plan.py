@@ -98,7 +98,8 @@ class StayInPlace(SwitchPlan):
         return cls(carried, active.replicas, placement, moves=(), cached_tokens=0)
 
     def hand_over(self) -> int:
-        """See `SwitchPlan`. What runs is queued again with its blocks."""
+        """See `SwitchPlan`. Running requests are queued again, with their blocks, so that the next
+        step tells the other layout's model runner of them."""
         for replica in self.replicas:
             queue_with_blocks(replica.scheduler)
         return sum(1 for c in self.carried if c.computed)
@@ -125,9 +126,10 @@ class Carry(SwitchPlan):
     ) -> Carry:
         """Place the requests in the `fresh` replicas of `target`, which allocate their blocks.
 
-        Changes requests that take their KV along. Blocks that are left get what is cached, first
-        for requests that wait, then, unless `chains` is None, what later ones may ask for: of
-        requests, and of `chains`, whose first one was used last.
+        Changes requests that take their KV along. The blocks that these leave free get cached KV:
+        first what is cached for requests that wait. Then, unless `chains` is None, what later
+        requests may ask for: prefixes of live requests, and of ended ones (`chains`, hashes of
+        their blocks, the last ended first).
         """
         source = active.layout
         placement = spread(
@@ -140,6 +142,7 @@ class Carry(SwitchPlan):
         blocks = [*_request_blocks(carried, active.replicas, loads), *cached]
         kinds = active.factory.kinds
         moves = plan_moves(source, target, kinds, blocks)
+        # Groups keep different numbers of blocks: tokens are counted in the one that keeps most.
         group = densest(kinds)
         cached_blocks = sum(len(one.target_blocks) for one in cached if one.group == group)
         cached_tokens = cached_blocks * fresh[0].scheduler.block_size
@@ -221,7 +224,7 @@ def _carry_caches(
     placement: Mapping[str, int],
     loads: Sequence[_Load],
 ) -> list[RequestBlocks]:
-    """Give blocks that requests leave to what is cached: for requests that wait, then `chains`."""
+    """Fill blocks that are left free with what is cached, in the order that `Carry.of` tells."""
     loaded = {id_ for load in loads for id_ in load.blocks}
     wanted = [
         PlacedChain(hashes[:cached], one.replica, placement[one.request.request_id])
@@ -252,8 +255,10 @@ def _carry_caches(
 
 
 def _found_with_more(one: Carried, kinds: Kinds) -> Chain:
-    """The full blocks of a request whose KV moves, if a hit of them needs blocks that have become
-    null since: those of the window of the last full block, where a window reaches back."""
+    """The full blocks of a request whose KV moves; none if what moves is enough for a hit of them.
+
+    A hit needs the window before their end. The request's own window has moved on since, and no
+    longer has its first blocks."""
     size = block_size(kinds)
     full = one.computed // size
     if all(kind.held(full * size).start == kind.held(one.computed).start for kind in kinds):

@@ -72,15 +72,16 @@ class SimulatedReplica:
     Attributes:
         room: tokens whose KV its memory holds.
         free: memory that nothing holds, with the contexts of ended turns.
-        cached_prompts: groups whose prompt has been computed here; taken to stay in memory.
+        cached_prompts: groups of requests with one prompt, which was computed here and is assumed
+            to stay in memory.
         scheduled: what the first step of the chunk computes.
         steps: of the chunk; 0 between chunks.
         made: steps before the chunk, since the layout became active.
         began: when the chunk began.
         per_step: seconds of each of its steps, whose shape is `shape`.
         end: when the chunk is over; infinite between chunks.
-        steady: whether the chunk decodes all requests and nothing else happens. The pace of the
-            next one is the same then.
+        steady: whether the chunk decodes all requests and nothing else happens. The next one is
+            taken to have the same pace then.
     """
 
     shape: StepShape
@@ -111,11 +112,7 @@ class SimulatedReplica:
         return len(self.running) + len(self.waiting)
 
     def accepted(self, most: int) -> list[Ints]:
-        """Drafts of each decoding request that some steps of the chunk accept.
-
-        Args:
-            most: how many of the first steps.
-        """
+        """Of each of the chunk's first `most` steps: accepted drafts of each decoding request."""
         index, outputs = self._requests.outputs_of(self.scheduled.decoding)
         guesses, found, k = self._requests.guesses, [], self.scheduled.k
         begun = guesses.steps_made(index, outputs, k)
@@ -171,6 +168,7 @@ class SimulatedReplica:
             request = self.waiting[0]
             tokens = requests.num_tokens(request)
             group = requests.group[request]
+            # Only a switch brings KV of a request that waits.
             if not computed[request]:
                 if tokens + 1 > room:
                     break
@@ -210,7 +208,7 @@ class SimulatedReplica:
         """`steps` steps of the chunk are over, and the chunk with them.
 
         Returns:
-            The requests that have their length now; they have left the replica.
+            The requests that have ended, by their lengths (`columns[1]`); they have left.
         """
         requests = self._requests
         outputs, computed = requests.num_output_tokens, requests.num_computed_tokens
@@ -259,7 +257,7 @@ class SimulatedReplica:
         self.free.overwrite(self.free.total - self._unused())
 
     def _unused(self) -> int:
-        """Tokens that no request holds, nor needs for its next one."""
+        """Tokens of memory that no request holds, or needs for its next token."""
         held = int(self._requests.num_computed_tokens[list(self.waiting)].sum())
         # A request in prefill has its whole prompt reserved.
         _, tokens = self._requests.tokens_of(self.running)

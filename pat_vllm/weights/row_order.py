@@ -2,9 +2,10 @@
 
 The storage of a fused matrix holds q, k and v (or gate and up) end to end, so the shard of another
 layout is scattered over it. A layout needs its shard in consecutive rows, which always begin at the
-same row. For that, a few rows trade places: one part of the shard usually stays where it is, the
-others come to it, and what lay there goes where they came from. The base layout's block is all rows
-in their original order, so that it is reached like any other layout's.
+same row, as compiled code and CUDA graphs keep the address. For that, a few rows trade places: one
+part of the shard usually stays where it is, the others come to it, and what lay there goes where
+they came from. The base layout's shard is the whole storage. Its block is all rows in their
+original order, so that it is reached like any other layout's.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ class Block:
     """Where a layout finds its shard: consecutive rows from row `start` on.
 
     Attributes:
-        units: of the storage's original order, in the order of the shard.
-        unit: rows that always move together.
+        units: the shard's, in its order, as numbers in the storage's original order.
+        unit: rows of a unit, which always move together.
     """
 
     start: int
@@ -71,11 +72,11 @@ class RowOrder:
 
 
 def common_unit(rows: int, shards: Iterable[Sequence[Piece]]) -> int:
-    """The most rows that always move together: those of all parts of all shards divide by it.
+    """The most rows of a unit: every part of every shard begins and ends at a multiple of it.
 
     Args:
         rows: of the storage.
-        shards: each as copies from rows of the storage.
+        shards: of each the pieces, as `block_of` takes them.
     """
     ends = (n for pieces in shards for piece in pieces for n in (piece.src, piece.length))
     return math.gcd(rows, *ends)
@@ -107,7 +108,7 @@ def rows_moved(swaps: Iterable[Swap]) -> int:
 
 
 def rounds(swaps: Iterable[Swap]) -> list[list[Swap]]:
-    """Cut a sequence of swaps into rounds; those of a round touch different rows."""
+    """Cut a sequence of swaps into rounds, each of different rows, so that it can run at once."""
     made: list[list[Swap]] = []
     for swap in swaps:
         if not made or any(_overlap(swap, other) for other in made[-1]):
