@@ -136,4 +136,4 @@ def awake(engines: Sequence[EngineProcess]) -> Iterator[None]:
             engine.pause()
 
 
-_SETTLE_SECONDS = 0.05
+_SETTLE_SECONDS = 0.1

@@ -21,6 +21,8 @@ from typing import Any, Self
 PARK_SECONDS = 1.5
 """vLLM's idle readers spin for 1 s before they park; engines that wait must not take a core."""
 
+PATIENCE_SECONDS = 900.0
+"""For a start, or a batch, of which any takes less."""
 _CLOSE_SECONDS = 30.0
 _TIDY_SECONDS = 5.0
 """For helpers of a process that has ended, which free its shared memory."""
@@ -60,7 +62,7 @@ class EngineProcess:
 
     def wait_until_ready(self) -> float:
         """Seconds that `LLM(...)` took."""
-        return self.result()
+        return self.result(PATIENCE_SECONDS)
 
     def start(self, function: Callable[..., Any], *args: Any) -> None:
         """Begin `function(llm, *args)` in the engine's process."""
