@@ -23,7 +23,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engine_process import EngineProcess, step_until
+from benchmarks.engine_process import PATIENCE_SECONDS, EngineProcess, step_until
 from benchmarks.paired import paired_ratio, turns
 
 BAR = 1.02
@@ -132,7 +132,10 @@ def _steps(arguments: argparse.Namespace) -> tuple[str, Measure]:
         for order in turns(SIDES, arguments.turns):
             for side in order:
                 with common.awake([engines[side]]):
-                    made[side].append(engines[side].call(_turn, prompts, arguments.tokens))
+                    turn = engines[side].call(
+                        _turn, prompts, arguments.tokens, timeout=PATIENCE_SECONDS
+                    )
+                    made[side].append(turn)
         return {
             side: {name: statistics.median(turn[name] for turn in of_side) for name in of_side[0]}
             for side, of_side in made.items()
@@ -182,7 +185,9 @@ def _batches(arguments: argparse.Namespace) -> tuple[str, Measure]:
                 for side in order:
                     name = f"{workload.name}-{repeat}"
                     with awake([engines[side]]):
-                        began, ended, tokens = engines[side].call(serve_batch, requests, name)
+                        began, ended, tokens = engines[side].call(
+                            serve_batch, requests, name, timeout=PATIENCE_SECONDS
+                        )
                     assert tokens == [request.length for request in requests]
                     if repeat:  # the first one warms up
                         seconds[side][workload.name] += max(ended) - began

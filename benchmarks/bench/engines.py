@@ -12,7 +12,7 @@ from benchmarks.batch import Request
 from benchmarks.bench.runs import Run
 from benchmarks.bench.serve import Served, run_of, serve
 from benchmarks.bench.workloads import MAX_TOKENS, SCALES, Workload
-from benchmarks.engine_process import PARK_SECONDS, EngineFailed, EngineProcess
+from benchmarks.engine_process import PARK_SECONDS, PATIENCE_SECONDS, EngineFailed, EngineProcess
 from pat_vllm.child import environment
 from pat_vllm.cli.demo_batch import engine_with_room
 from pat_vllm.config import PATConfig
@@ -21,10 +21,6 @@ from pat_vllm.profiling.cache import CACHE_DIR
 from pat_vllm.profiling.profile import Profile
 from pat_vllm.reporting import Report
 from pat_vllm.simulator.traces import LengthTrace
-
-_START_SECONDS = 900.0
-_RUN_SECONDS = 900.0
-"""An engine that takes longer is taken for dead."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +107,7 @@ class BenchEngine:
         """Start the engine, or a new one in its place."""
         self.close()
         self._engine = EngineProcess(self._options, self._environment, self._log)
-        self.start_seconds.append(self._engine.result(_START_SECONDS))
+        self.start_seconds.append(self._engine.wait_until_ready())
         self._report = None
         time.sleep(PARK_SECONDS)
 
@@ -123,7 +119,7 @@ class BenchEngine:
         """
         assert self._engine is not None
         name = f"{trace.name}-{repeat}"
-        served: Served = self._engine.call(serve, requests, name, timeout=_RUN_SECONDS)
+        served: Served = self._engine.call(serve, requests, name, timeout=PATIENCE_SECONDS)
         if served.tokens != trace.lengths:
             raise EngineFailed(f"{self.name}, {name}: a response does not have its length")
         run = run_of(self.name, trace, repeat, served, self._report)
