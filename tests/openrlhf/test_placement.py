@@ -64,7 +64,8 @@ def test_gpus_of_bundles(cluster: None, share: float) -> None:
 
 
 def test_bundles_on_several_nodes(cluster: None) -> None:
-    with pytest.raises(ValueError, match=r'--vllm\.pat \'{"launcher": "mp"}\'.*several'):
+    message = r'--vllm\.pat \'{"launcher": "mp"}\'.*on another; use the launcher'
+    with pytest.raises(ValueError, match=message):
         gpus("SPREAD", [0, 1, 2], 1)
 
 
