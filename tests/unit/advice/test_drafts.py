@@ -54,6 +54,18 @@ def test_a_step_ends_at_its_first_wrong_draft() -> None:
     assert done.tokens_per_step == 7 / 3
 
 
+@pytest.mark.parametrize("siblings", [False, True])
+@pytest.mark.parametrize("visits", [0, 2])
+def test_a_replay_gives_every_token_once(siblings: bool, visits: int) -> None:
+    rng = np.random.default_rng(0)
+    prompt, *said = (rng.integers(4, size=size, dtype=np.int32) for size in (5, 30, 1, 17, 9, 25))
+    done = replay(prompt, said, said[:visits], 4, siblings=siblings)
+    # The last step of a response may lack its bonus token, no other.
+    assert set((done.steps + done.accepted - done.tokens).tolist()) <= {0, 1}
+    assert (done.accepted <= done.drafted).all() and done.accepted.any()
+    assert (done.drafted <= 4 * done.steps).all()
+
+
 def test_large_rollouts_are_drawn_from() -> None:
     many = [text(prompt, seed=prompt, length=20_000) for prompt in range(40)]
     assert 5 < drafts_give([many], 2).responses < 20

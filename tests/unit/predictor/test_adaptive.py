@@ -6,6 +6,7 @@ import functools
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
+from unittest.mock import Mock
 
 import pytest
 
@@ -169,11 +170,14 @@ def test_a_report_of_decisions_and_a_file_of_lengths(tmp_path: Path) -> None:
     assert report.batches == policy_of(PROFILE, lengths_file=path).report().batches == 3
 
 
-def test_it_plans_only_when_something_has_changed() -> None:
+def test_it_plans_only_when_something_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch of equal lengths changes once; contexts that grow are looked at now and then."""
     policy = policy_of(PROFILE)
     trace = shapes.uniform(64, 200, 200, BOUND, seed=0)
-    simulate(trace, policy, TRUTH, PROFILE, chunk=1)  # at least 200 steps
+    choose = Mock(wraps=policy.choose)
+    monkeypatch.setattr(policy, "choose", choose)
+    simulate(trace, policy, TRUTH, PROFILE, chunk=1)
+    assert choose.call_count > 300
     assert policy.report().plans < 60
 
 

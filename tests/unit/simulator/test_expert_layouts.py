@@ -6,11 +6,14 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.adaptive import AdaptivePolicy
 from pat_vllm.predictor.cost import CostModel
+from pat_vllm.predictor.course import course
+from pat_vllm.predictor.planner import Planner
 from pat_vllm.predictor.policy import StayPolicy
 from pat_vllm.predictor.step_time import StepTimeModel
 from pat_vllm.profiling.profile import Profile, StepSample
@@ -19,7 +22,7 @@ from pat_vllm.simulator.modelled.hardware import measured_noise
 from pat_vllm.simulator.replay import simulate, simulate_batches
 from pat_vllm.simulator.truth import ReplayedTruth
 from tests.unit.predictor import examples
-from tests.unit.predictor.examples import decode
+from tests.unit.predictor.examples import decode, live_requests
 from tests.unit.simulator.simple import follow
 
 LAYOUTS = ONE, CUT, SPREAD = Layout(1, 2), Layout(2, 1), Layout(2, 1, "ep")
@@ -92,6 +95,26 @@ def test_kv_stays_between_kinds() -> None:
     )
     assert model.seconds(ONE, SPREAD, 4, 400) == pytest.approx(1.0)
     assert model.seconds(ONE, CUT, 4, 400) == pytest.approx(0.5)
+
+
+# ---------------------------------------------------------------- what is planned
+
+
+def test_planner_takes_the_faster_kind_at_each_number_of_requests() -> None:
+    planner = Planner(
+        PROFILE.layouts,
+        StepTimeModel.fit(PROFILE).seconds,
+        lambda source, target, live, tokens: np.zeros(()),
+        max_num_seqs=PROFILE.max_num_seqs,
+        kv_tokens=PROFILE.kv_tokens,
+    )
+    fastest = {1: CUT, 3: CUT, 8: SPREAD, 12: SPREAD, 24: ONE, 64: ONE}
+    for live in range(1, 65):
+        outlook = planner.outlook(course(live_requests([100] * live), np.full((live, 4), 200)))
+        (best,) = {outlook.plan(start).best for start in LAYOUTS}
+        times = {layout: step_seconds(layout, max(1, live / layout.replicas)) for layout in LAYOUTS}
+        assert times[best] <= 1.02 * min(times.values()), live
+        assert best == fastest.get(live, best)
 
 
 # ---------------------------------------------------------------- what is simulated
