@@ -44,6 +44,8 @@ _DWELL = 5.0
 """A switch holds for this many times its cost before the next one may be made."""
 _PLANNING_SHARE = 0.004
 """Share of the time that may go into planning."""
+_URGENT_SHARE = 0.02
+"""The same, once half of the live requests have ended: a few plans in a batch are due to that."""
 _OBSERVING_SHARE = 0.002
 """Share of the time that may go into learning from steps, and from drafts."""
 _STEADY = 0.9
@@ -110,7 +112,8 @@ class AdaptivePolicy(Policy):
         self._layout = self.home
         self._largest: LiveRequests | None = None
         self._planned: tuple[Layout, int, tuple[int, int, int]] | None = None
-        self._last_plan = self._next_plan = self._review = -math.inf
+        self._last_plan = self._review = -math.inf
+        self._took = 0.0  # seconds, by the last plan
         self._next_observation = -math.inf
         self._next_drafts = [-math.inf, -math.inf]
         """By whether there are earlier responses: both are told of the same steps."""
@@ -227,7 +230,7 @@ class AdaptivePolicy(Policy):
         self._begun = math.inf
         self._last_switch = None
         self._prober.stop()
-        self._review = self._next_plan = -math.inf
+        self._last_plan = self._review = -math.inf
         if self._largest is not None:
             self._open(self._largest)
             self._largest = None
@@ -258,13 +261,14 @@ class AdaptivePolicy(Policy):
         self._plans += 1
         self._planning += took
         self._slowest_plan = max(self._slowest_plan, took)
-        self._last_plan = state.now
-        self._next_plan = state.now + took / _PLANNING_SHARE
+        self._last_plan, self._took = state.now, took
         return target
 
     def _due(self, state: LiveState) -> bool:
         """Whether it is time to plan: something has changed, and planning was not just done."""
-        if state.now < self._next_plan or self._prober.active:
+        halved = self._planned is not None and 2 * state.num_seqs <= self._planned[1]
+        share = _URGENT_SHARE if halved else _PLANNING_SHARE
+        if state.now < self._last_plan + self._took / share or self._prober.active:
             return False
         compared = sum(count for count, _ in self._error.values())
         if self._steps_seen < _PATIENCE and compared < _TRUSTED_STEPS:

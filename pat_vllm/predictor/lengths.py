@@ -74,19 +74,23 @@ class Prior:
     They are log-logistic, S(l) = 1 / (1 + (l / median)^shape). With shape 1 the median remaining
     length after l tokens is median + l: what has run long will run about as long again. Medians
     and shapes are averaged by their likelihood, so as soon as something has ended, the unseen
-    tail continues what was seen. Without data the median is `median` tokens.
+    tail continues what was seen.
+
+    Args:
+        median: of a response before data, tokens.
+        edges: the first of `EDGES`: pools given to it have as many bins.
     """
 
-    def __init__(self, median: float) -> None:
+    def __init__(self, median: float, edges: Floats) -> None:
         # Narrow shapes need closer medians.
         medians = [np.arange(-8.0, 3.5, min(0.5, 3 / shape)) for shape in _SHAPES]
         counts = [len(one) for one in medians]
         octaves, shape = np.concatenate(medians), np.repeat([*_SHAPES], counts)[:, None]
         scale = np.maximum(median * 2**octaves, 1)[:, None]
         with np.errstate(divide="ignore"):  # of length 0
-            log_survival = -np.logaddexp(0.0, shape * np.log(EDGES / scale))
+            log_survival = -np.logaddexp(0.0, shape * np.log(edges / scale))
         steps = np.diff(log_survival, axis=1)
-        self._log_stay = steps / np.diff(EDGES)
+        self._log_stay = steps / np.diff(edges)
         per_token = -np.expm1(self._log_stay)
         self._log_end = np.log(per_token)
         self._ends = -_PRIOR_WEIGHT * np.exp(log_survival[:, :-1]) * np.expm1(steps)
@@ -105,10 +109,10 @@ class Prior:
 
 
 def cumulative_hazard(pool: Floats) -> Floats:
-    """H = -log S at `EDGES`, float64 [BINS + 1]; linear in between."""
+    """H = -log S at the edges of a pool's bins, float64 [bins + 1]; linear in between."""
     per_token = pool[0] / np.maximum(pool[1], 1e-300)
     per_token = np.minimum(per_token, 1 - _LOWEST_SURVIVAL)
-    return np.append(0.0, np.cumsum(-np.log1p(-per_token) * np.diff(EDGES)))
+    return np.append(0.0, np.cumsum(-np.log1p(-per_token) * np.diff(EDGES[: len(per_token) + 1])))
 
 
 class LengthModel:
@@ -129,7 +133,8 @@ class LengthModel:
         self.batches = 0
         self.responses = 0
         self.history = np.zeros((2, BINS))
-        self._prior = Prior(max(1.0, bound * _PRIOR_MEDIAN))
+        # A plan need not pay for bins beyond the bound, unless a response was longer after all.
+        self._take(EDGES[: np.searchsorted(EDGES, bound) + 1])
         self._start_batch()
 
     def finished(self, length: int, complete: bool) -> None:
@@ -169,15 +174,20 @@ class LengthModel:
         """
         self._refresh()
         hazard, generated = self._hazard, live.num_output_tokens
-        start = np.interp(generated, EDGES, hazard)
+        start = np.interp(generated, self._edges, hazard)
         draws = self._draws(len(live), futures)
         remaining = (
-            np.ceil(np.interp(start[:, None] + draws, hazard, EDGES)).astype(np.int64)
+            np.ceil(np.interp(start[:, None] + draws, hazard, self._edges)).astype(np.int64)
             - generated[:, None]
         )
         room = np.maximum(live.max_tokens - generated, 1)[:, None]
         np.clip(remaining, np.where(live.exact[:, None], room, 1), room, out=remaining)
         return remaining
+
+    def _take(self, edges: Floats) -> None:
+        """Estimate the hazard up to the last of these edges."""
+        self._edges = edges
+        self._prior = Prior(max(1.0, self.bound * _PRIOR_MEDIAN), edges)
 
     def _start_batch(self) -> None:
         self._batch = np.zeros((2, BINS))
@@ -193,6 +203,9 @@ class LengthModel:
         none = np.zeros(len(self._running), np.bool_)
         self._pool_stopped()
         pool = self._batch + pool_of(self._running, none) + self.history
+        if pool[:, len(self._edges) - 1 :].any():
+            self._take(EDGES)
+        pool = pool[:, : len(self._edges) - 1]
         pool = pool + self._prior.given(pool)
         self._hazard = cumulative_hazard(pool)
         self._fresh = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -11,7 +12,13 @@ from unittest.mock import Mock
 import pytest
 
 from pat_vllm.layout import Layout
-from pat_vllm.predictor.adaptive import _DWELL
+from pat_vllm.predictor.adaptive import (
+    _DWELL,
+    _PATIENCE,
+    _PLANNING_SHARE,
+    _URGENT_SHARE,
+    AdaptivePolicy,
+)
 from pat_vllm.predictor.cost import CostModel
 from pat_vllm.predictor.policy import Policy, StayPolicy
 from pat_vllm.predictor.state import LiveRequests, LiveState, Turn
@@ -179,6 +186,31 @@ def test_it_plans_only_when_something_has_changed(monkeypatch: pytest.MonkeyPatc
     simulate(trace, policy, TRUTH, PROFILE, chunk=1)
     assert choose.call_count > 300
     assert policy.report().plans < 60
+
+
+def test_a_dear_plan_is_followed_sooner_by_another_where_half_of_the_requests_have_ended() -> None:
+    """Of all plans, and of those that are due to that alone, a share of the time is kept."""
+    seconds = 0.004
+    ticks = itertools.count()
+    policy = AdaptivePolicy(PROFILE, bound=BOUND, timer=lambda: seconds * next(ticks))
+    policy.arrived(0.0, Turn(0, 0, 0), 10)
+    for _ in range(_PATIENCE):
+        policy.stepped(0.0, REPLICAS, StepShape(32, 320, 10, 320, 2), 0.05)
+
+    def planned(now: float, live: int) -> bool:
+        before = policy.report().plans
+        requests = live_requests([10] * live)
+        policy.choose(LiveState(now, REPLICAS, live, 60.0, lambda: requests))
+        return policy.report().plans > before
+
+    assert planned(10.0, 32)
+    rest, short = seconds / _PLANNING_SHARE, seconds / _URGENT_SHARE
+    assert not planned(10.0 + 0.99 * short, 16)
+    assert not planned(10.0 + 1.01 * short, 17)
+    assert planned(10.0 + 1.01 * short, 16)
+    now = 10.0 + 1.01 * short
+    assert not planned(now + 0.99 * rest, 9)
+    assert planned(now + 1.01 * rest, 9)
 
 
 def test_the_owner_of_the_cost_model_tells_it_of_switches() -> None:

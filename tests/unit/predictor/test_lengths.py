@@ -27,7 +27,7 @@ def running(generated: list[int], bound: Any, exact: Any = False) -> LiveRequest
 def survival_of(model: LengthModel, lengths: Any) -> Any:
     """Share of responses that are longer than each of `lengths`, as the model sees it now."""
     model._refresh()
-    return np.exp(-np.interp(lengths, EDGES, model._hazard))
+    return np.exp(-np.interp(lengths, model._edges, model._hazard))
 
 
 def learnt(bound: int, *batches: LengthTrace) -> LengthModel:
