@@ -71,7 +71,7 @@ class Chains:
         self._blocks_left += unused
         if self._requests > _WINDOW:
             self._requests, self._blocks_left, self._blocks_reused = (
-                one / 2 for one in (self._requests, self._blocks_left, self._blocks_reused)
+                value / 2 for value in (self._requests, self._blocks_left, self._blocks_reused)
             )
         self._forget_continued(chain)
         if chain:
@@ -173,14 +173,14 @@ def _what_fits(
             length -= min(length, -(-too_many // len(kinds)))
             continue
         names = [[chain[place] for place in of_group] for of_group in places]
-        found: Any = [find(one, group) for group, one in enumerate(names)]
-        if all(map(all, found)):
-            return list(zip(names, found, strict=True))
+        blocks: Any = [find(wanted, group) for group, wanted in enumerate(names)]
+        if all(map(all, blocks)):
+            return list(zip(names, blocks, strict=True))
         # What is cached ends at the first gap; vLLM finds it up to the last hit before that.
         gap = min(
-            of_group[one.index(None)]
-            for of_group, one in zip(places, found, strict=True)
-            if not all(one)
+            of_group[hits.index(None)]
+            for of_group, hits in zip(places, blocks, strict=True)
+            if not all(hits)
         )
         length = longest_hit(kinds, gap, lambda group, at: find([chain[at]], group)[0] is not None)
     return []

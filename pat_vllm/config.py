@@ -122,7 +122,7 @@ class PATConfig(StrictModel):
         try:
             return cls.model_validate(options)
         except ValidationError as error:
-            problems = [_describe(one) for one in error.errors()[:MOST_PROBLEMS]]
+            problems = [_describe(detail) for detail in error.errors()[:MOST_PROBLEMS]]
             if (more := error.error_count() - len(problems)) > 0:
                 problems.append(f"and {more} more")
             raise ValueError(f'additional_config["pat"]: {"; ".join(problems)}') from None

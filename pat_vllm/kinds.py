@@ -293,14 +293,14 @@ class LinearAttention(StateKind):
 
     @classmethod
     def segments(cls, spec: Any, view: Any) -> list[Any]:
-        heads, page, found = _key_heads(spec), view.stride(0), []
+        heads, page, segments = _key_heads(spec), view.stride(0), []
         for start, rows, widths in _parts_of_slot(spec):
             for i, width in enumerate(widths):
                 row = heads * sum(widths) if rows > 1 else width  # one row is one run of bytes
                 at = view.storage_offset() + start + heads * sum(widths[:i])
                 shape, strides = (view.shape[0], heads, rows, width), (page, width, row, 1)
-                found.append(view.as_strided(shape, strides, at))
-        return found
+                segments.append(view.as_strided(shape, strides, at))
+        return segments
 
     def held(self, tokens: int) -> range:
         blocks = -(-tokens // self.block_size)
@@ -390,9 +390,9 @@ def longest_hit(kinds: Kinds, most: int, is_cached: Callable[[int, int], bool]) 
     """
     blocks, agree, group = most, 0, 0
     while blocks and agree < len(kinds):
-        found = kinds[group].longest_hit(blocks, partial(is_cached, group))
-        agree = agree + 1 if found == blocks else 1
-        blocks, group = found, (group + 1) % len(kinds)
+        hit = kinds[group].longest_hit(blocks, partial(is_cached, group))
+        agree = agree + 1 if hit == blocks else 1
+        blocks, group = hit, (group + 1) % len(kinds)
     return blocks
 
 

@@ -88,18 +88,18 @@ def experts_of(config: Mapping[str, Any]) -> tuple[int, int] | None:
     """
     if not may_have_experts(config):
         return None
-    found: list[Any] = [
+    sizes: list[Any] = [
         next((config[name] for name in names if config.get(name)), None)
         for names in (_EXPERT_COUNTS, _EXPERT_WIDTHS)
     ]
-    known = all(type(value) is int and 0 < value <= _MOST for value in found)
-    return (found[0], found[1]) if known else None
+    known = all(type(value) is int and 0 < value <= _MOST for value in sizes)
+    return (sizes[0], sizes[1]) if known else None
 
 
 def routing_of(config: Mapping[str, Any]) -> tuple[int, int] | None:
     """How many experts a layer has, and to how many of them a token goes; None: there are none."""
-    if (found := experts_of(config)) and (per_token := size_of(config, "num_experts_per_tok")):
-        return found[0], per_token
+    if (experts := experts_of(config)) and (per_token := size_of(config, "num_experts_per_tok")):
+        return experts[0], per_token
     return None
 
 
@@ -134,13 +134,13 @@ class ExpertSizes:
         named = next((name for name in _EXPERT_COUNTS if config.get(name)), None)
         if named is None or not may_have_experts(config):
             return None
-        found, kind = experts_of(config), config.get("model_type")
-        if found is None or kind not in MIXTURES or not config.get("num_experts_per_tok"):
+        experts, kind = experts_of(config), config.get("model_type")
+        if experts is None or kind not in MIXTURES or not config.get("num_experts_per_tok"):
             raise ValueError(
                 f"the model's config has {named}: a mixture of experts of model_type {kind!r} "
                 f"cannot be modelled; those of {', '.join(MIXTURES)} can, with num_experts_per_tok"
             )
-        count, intermediate = found
+        count, intermediate = experts
         per_token = size_of(config, "num_experts_per_tok")
         if not 1 <= per_token <= count:
             raise ValueError(f"a token goes to 1 to {count} experts, not to {per_token}")

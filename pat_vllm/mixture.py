@@ -27,8 +27,8 @@ class Mixture:
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Mixture | None:
         """From the contents of a Hugging Face `config.json`; None: the model has no experts."""
-        found = experts_of(config)
-        return None if found is None else cls(*found)
+        experts = experts_of(config)
+        return None if experts is None else cls(*experts)
 
     def layouts(
         self, tps: Collection[int], world_size: int, wanted: WantedExperts
@@ -56,10 +56,10 @@ class Mixture:
             kinds = (wanted,)
         elif base_tp > 1:
             kinds = ("tp",)
-        made = []
+        layouts = []
         for tp in sorted(tps):
             if tp == 1:
-                made.append(Layout.of(1, world_size))
+                layouts.append(Layout.of(1, world_size))
                 continue
             hindrances = {kind: self._hindrance(kind, tp, base_tp) for kind in kinds}
             fitting = [kind for kind, hindrance in hindrances.items() if hindrance is None]
@@ -69,8 +69,8 @@ class Mixture:
                     f"layout tp={tp} with pat.experts={wanted!r}: {reasons}. Change pat.layouts or "
                     "pat.experts."
                 )
-            made += [Layout.of(tp, world_size, kind) for kind in fitting]
-        return tuple(made)
+            layouts += [Layout.of(tp, world_size, kind) for kind in fitting]
+        return tuple(layouts)
 
     def _hindrance(self, kind: Experts, tp: int, base_tp: int) -> str | None:
         """Why experts cannot lie so, if they cannot."""

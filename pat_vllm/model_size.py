@@ -239,9 +239,11 @@ class ModelSize:
             fused += self.linear.rows // base * self.linear.layers
         if not self.mlps:
             fused += 2 * self.intermediate // base * self.dense_layers
-        if (one := self.experts) is not None:
-            held = one.most_on_rank(base) if layouts[0].experts == "ep" else one.count / base
-            fused += int(one.layers * 2 * (one.intermediate * held + one.shared / base))
+        if (experts := self.experts) is not None:
+            held = (
+                experts.most_on_rank(base) if layouts[0].experts == "ep" else experts.count / base
+            )
+            fused += int(experts.layers * 2 * (experts.intermediate * held + experts.shared / base))
         chunks = fused * self.hidden * self.dtype_bytes / SWAP_CHUNK_BYTES
         pairs = len(others) * (len(others) + 1)
         return int(pairs * _SWAPPED * chunks * _SWAP_ROW_BYTES)
@@ -313,7 +315,7 @@ class ModelSize:
         """
         if self.experts is None:
             return 0
-        one = self.experts
-        width = one.intermediate if spread else one.intermediate // tp
-        rows = tokens * one.per_token
+        experts = self.experts
+        width = experts.intermediate if spread else experts.intermediate // tp
+        rows = tokens * experts.per_token
         return rows * (max(width, self.hidden) + max(2 * width, self.hidden)) * self.dtype_bytes

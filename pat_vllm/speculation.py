@@ -38,7 +38,7 @@ def draft_lengths(longest: int, schedule: Schedule | None) -> tuple[int, ...]:
         schedule: the user's, if any.
     """
     lengths = {0, longest, *(1 << power for power in range(max(0, longest - 1).bit_length()))}
-    return tuple(sorted(lengths | {min(longest, one) for _, _, one in schedule or ()}))
+    return tuple(sorted(lengths | {min(longest, length) for _, _, length in schedule or ()}))
 
 
 def every_length(lengths: Iterable[int]) -> list[tuple[int, int, int]]:

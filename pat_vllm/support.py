@@ -45,11 +45,11 @@ def prepare(vllm_config: VllmConfig) -> None:
     Raises:
         ValueError: an option that PAT does not support; names it, its value and the way out.
     """
-    if found := unsupported(vllm_config):
+    if problems := unsupported(vllm_config):
         raise ValueError(
             'distributed_executor_backend="pat" does not support '
             + "; ".join(
-                f"{option}={value!r} (allowed: {allowed})" for option, value, allowed in found
+                f"{option}={value!r} (allowed: {allowed})" for option, value, allowed in problems
             )
         )
     _choose_experts(vllm_config)

@@ -44,10 +44,10 @@ class Turns:
         """
         for count in range(len(blocks), 0, -1):
             begin = count * self._block_size
-            for one in self._ended.get(blocks[count - 1], ()):
-                if tuple(tokens[begin : begin + len(one.tail)]) == one.tail:
-                    self._forget(blocks[count - 1], one)
-                    return Turn(one.turn.trajectory, one.turn.index + 1, one.num_tokens)
+            for ended in self._ended.get(blocks[count - 1], ()):
+                if tuple(tokens[begin : begin + len(ended.tail)]) == ended.tail:
+                    self._forget(blocks[count - 1], ended)
+                    return Turn(ended.turn.trajectory, ended.turn.index + 1, ended.num_tokens)
         self._trajectories += 1
         return Turn(self._trajectories, 0, 0)
 
@@ -71,8 +71,8 @@ class Turns:
             block, oldest = next(iter(self._ended.items()))
             self._forget(block, oldest[0])
 
-    def _forget(self, block: Hashable, one: _Ended) -> None:
-        self._ended[block].remove(one)
+    def _forget(self, block: Hashable, ended: _Ended) -> None:
+        self._ended[block].remove(ended)
         self._count -= 1
         if not self._ended[block]:
             del self._ended[block]

@@ -135,9 +135,9 @@ def all_buffers(model: ModelSize, engine: EngineShape) -> list[list[Buffer]]:
     every = [runner_buffers(model, engine, layout) for layout in engine.layouts]
     # The runners of all layouts make the same buffers, in the same order.
     shared = [
-        max(alike, key=lambda one: one.device + one.pinned)
+        max(alike, key=lambda buffer: buffer.device + buffer.pinned)
         for alike in zip(*every, strict=True)
         if alike[0].shared
     ]
-    own = [[one for one in buffers if not one.shared] for buffers in every]
+    own = [[buffer for buffer in buffers if not buffer.shared] for buffers in every]
     return [shared + own[0], *own[1:]]

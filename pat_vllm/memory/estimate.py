@@ -59,7 +59,7 @@ def kv_cache_bytes(
     """
     last = layouts[-1]
     left = last.available + last.activations - graphs - (sum(buffers) - max(buffers))
-    activations = max(one.activations for one in layouts)
+    activations = max(layout.activations for layout in layouts)
     available = left - activations
     return available if available * staged <= activations else int(left / (1 + staged))
 
@@ -129,20 +129,22 @@ def estimate(model: ModelSize, engine: EngineShape, device: Device) -> RankMemor
     layouts = engine.layouts
     in_place = engine.weights == "inplace"
     held = layouts[:1] if in_place else layouts
-    weights = sum(model.weight_bytes(one.tp, one.experts == "ep") for one in held)
+    weights = sum(model.weight_bytes(layout.tp, layout.experts == "ep") for layout in held)
     weights += model.rotary_bytes
     tables = model.swap_table_bytes(layouts) if in_place else 0
     # Layouts of both kinds of experts share the group of a tp.
-    narrow = {one.tp for one in layouts if one.tp > 1 and one.replicas > 1}
+    narrow = {layout.tp for layout in layouts if layout.tp > 1 and layout.replicas > 1}
     groups = sum(communicator_bytes(tp, device) for tp in narrow)
-    limits = [engine.limits(one) for one in layouts]
-    graphs = sum(_graph_bytes(model, engine, one) for one in limits)
+    limits = [engine.limits(layout) for layout in layouts]
+    graphs = sum(_graph_bytes(model, engine, limit) for limit in limits)
     buffers = all_buffers(model, engine)
-    early = sum(one.device for of_layout in buffers for one in of_layout if not one.with_kv)
-    late = [sum(one.device for one in of_layout if one.with_kv) for of_layout in buffers]
+    early = sum(
+        buffer.device for of_layout in buffers for buffer in of_layout if not buffer.with_kv
+    )
+    late = [sum(buffer.device for buffer in of_layout if buffer.with_kv) for of_layout in buffers]
     steps = [
-        model.step_bytes(layout.tp, one.max_num_batched_tokens, one.max_num_seqs)
-        for layout, one in zip(layouts, limits, strict=True)
+        model.step_bytes(layout.tp, limit.max_num_batched_tokens, limit.max_num_seqs)
+        for layout, limit in zip(layouts, limits, strict=True)
     ]
     block_size = model.block_size(layouts[0].tp, engine.block_size)
     share = _kv_share(model, engine.max_model_len, block_size)
@@ -166,11 +168,11 @@ def estimate(model: ModelSize, engine: EngineShape, device: Device) -> RankMemor
         graphs=graphs,
         kv=kv,
         kv_tokens={
-            one.tp: max(0, int(kv // (block_size * share * model.kv_bytes_per_token(one.tp))))
+            layout.tp: max(0, int(kv // (block_size * share * model.kv_bytes_per_token(layout.tp))))
             * block_size
-            for one in layouts
+            for layout in layouts
         },
-        pinned=sum(one.pinned for of_layout in buffers for one in of_layout),
+        pinned=sum(buffer.pinned for of_layout in buffers for buffer in of_layout),
     )
 
 

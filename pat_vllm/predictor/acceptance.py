@@ -114,10 +114,10 @@ class Acceptance:
             assert length <= self._longest and len(accepted) <= requests
             self._asked = length
             at_least = _at_least(accepted, length)
-            made = int(at_least[1:].sum())
-            self.counts[:, 0] += requests + made, at_least[0] + made
+            num_accepted = int(at_least[1:].sum())
+            self.counts[:, 0] += requests + num_accepted, at_least[0] + num_accepted
             self.counts[:, 1 : length + 1] += at_least[:-1], at_least[1:]
-            self._news += float(requests + made)
+            self._news += float(requests + num_accepted)
             self._of_hits[0, :length] += len(accepted)
             had = len(accepted) if drafted is None else _at_least(drafted, length)[1:]
             self._of_hits[1, :length] += had
@@ -223,7 +223,7 @@ class AcceptanceByPrompt:
 
         A request of the one kind becomes one of the other when a sibling ends.
         """
-        self._decoded = [_KEEP * one for one in self._decoded]
+        self._decoded = [_KEEP * count for count in self._decoded]
         self._decoded[repeated] += requests
         if any(self._decoded):
             self._share = self._decoded[1] / sum(self._decoded)
@@ -284,5 +284,5 @@ class AcceptanceByPrompt:
 
 def _at_least(counts: Ints, length: int) -> Ints:
     """How many of the counts are at least 0, 1, ... `length`, int64 [length + 1]."""
-    found = np.bincount(np.minimum(counts, length), minlength=length + 1)
-    return found[::-1].cumsum()[::-1]
+    histogram = np.bincount(np.minimum(counts, length), minlength=length + 1)
+    return histogram[::-1].cumsum()[::-1]

@@ -56,7 +56,7 @@ class OnlineCorrection:
         self._spread = _SPREAD
         # The machine's part comes first, then each layout's and those of its batch sizes, then
         # that of drafts.
-        self._first = {one: 1 + i * (1 + _BINS) for i, one in enumerate(layouts)}
+        self._first = {layout: 1 + i * (1 + _BINS) for i, layout in enumerate(layouts)}
         variances = [_MACHINE, *([_LAYOUT, *[_BIN] * _BINS] * len(self._first)), _DRAFTS]
         self._drafts = len(variances) - 1
         self._most = np.array(variances)

@@ -70,7 +70,7 @@ def course(
         per_token = None
         order = np.argsort(-remaining, axis=1)
         ends = np.take_along_axis(remaining, order, axis=1)  # [m - 1]: the m-th last end
-        made = np.broadcast_to(alive, ends.shape)  # tokens that the last m make meanwhile
+        generated = np.broadcast_to(alive, ends.shape)  # tokens that the last m make meanwhile
     else:
         per_token = 1 / tokens.transpose(0, 2, 1)  # steps of each, [lengths, futures, n]
         order = np.argsort(-remaining * per_token[used], axis=1)
@@ -78,7 +78,7 @@ def course(
         # Ends are counted in tokens of the request that ends last.
         relative = per_token[used] / per_token[used, :, :1]
         ends = np.take_along_axis(remaining, order, axis=1) * relative
-        made = (1 / relative).cumsum(axis=1)
+        generated = (1 / relative).cumsum(axis=1)
         per_token /= relative
     # With m live the m-th last has not ended and the next one before it has.
     before = np.zeros_like(ends)
@@ -86,7 +86,7 @@ def course(
     steps = ends - before
     middle = 0.5 * (ends + before)
     contexts = live.context[order]
-    total = np.cumsum(contexts, axis=1) + made * middle
+    total = np.cumsum(contexts, axis=1) + generated * middle
     longest = np.maximum.accumulate(contexts, axis=1) + middle
 
     starts = _groups(count)

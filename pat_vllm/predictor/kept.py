@@ -64,8 +64,8 @@ class _Learnt(StrictModel, strict=True):
         return self
 
 
-def _exceed(some: Sequence[float], of: Sequence[float]) -> bool:
-    return len(some) != len(of) or any(a > b for a, b in zip(some, of, strict=True))
+def _exceed(counts: Sequence[float], of: Sequence[float]) -> bool:
+    return len(counts) != len(of) or any(a > b for a, b in zip(counts, of, strict=True))
 
 
 class Keeper:

@@ -84,7 +84,7 @@ class Prior:
     def __init__(self, median: float, edges: Floats) -> None:
         # Narrow shapes need closer medians.
         medians = [np.arange(-8.0, 3.5, min(0.5, 3 / shape)) for shape in _SHAPES]
-        counts = [len(one) for one in medians]
+        counts = [len(of_shape) for of_shape in medians]
         octaves, shape = np.concatenate(medians), np.repeat([*_SHAPES], counts)[:, None]
         scale = np.maximum(median * 2**octaves, 1)[:, None]
         with np.errstate(divide="ignore"):  # of length 0
@@ -212,7 +212,7 @@ class LengthModel:
 
     def _pool_stopped(self) -> None:
         if self._stopped:
-            lengths, complete = (np.array(one) for one in zip(*self._stopped, strict=True))
+            lengths, complete = (np.array(column) for column in zip(*self._stopped, strict=True))
             self._batch += pool_of(lengths, complete)
             self._stopped = []
 

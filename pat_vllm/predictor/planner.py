@@ -87,7 +87,7 @@ class Outlook:
         """The same, were a layout `factor` times as fast; switches take what they take."""
         at = self.layouts.index(layout)
         seconds = list(self.seconds)
-        seconds[at] = [one / factor for one in seconds[at]]
+        seconds[at] = [value / factor for value in seconds[at]]
         step = self.step[layout] / factor
         return replace(self, seconds=seconds, step={**self.step, layout: step})
 
@@ -225,18 +225,18 @@ class Planner:
             prompts: prompt tokens that have yet to be computed, before anything else.
             drafting: the draft lengths, and what they are expected to give.
         """
-        paces = [self._pace(one, course, drafting) for one in self.layouts]
+        paces = [self._pace(layout, course, drafting) for layout in self.layouts]
         seconds = np.array([pace.token for pace in paces]) * course.steps
         if prompts:
-            seconds[:, -1] += [self._prefill_seconds(one, prompts) for one in self.layouts]
+            seconds[:, -1] += [self._prefill_seconds(layout, prompts) for layout in self.layouts]
         return Outlook(
             layouts=self.layouts,
             seconds=seconds.tolist(),
             switch=self._switch_seconds(course, paces),
-            step={one: float(p.step[-1]) for one, p in zip(self.layouts, paces, strict=True)},
+            step={layout: float(p.step[-1]) for layout, p in zip(self.layouts, paces, strict=True)},
             drafts={
-                one: _schedule(pace, self._max_num_seqs[one.tp])
-                for one, pace in zip(self.layouts, paces, strict=True)
+                layout: _schedule(pace, self._max_num_seqs[layout.tp])
+                for layout, pace in zip(self.layouts, paces, strict=True)
             },
         )
 
@@ -257,7 +257,7 @@ class Planner:
         seconds = np.zeros((count, count, len(course.live)))
         # The first step in the target has no drafts to verify: it gives one token.
         first = [pace.step * (1 - 1 / pace.tokens) for pace in paces]
-        room = [one.replicas * self._kv_tokens[one.tp] for one in self.layouts]
+        room = [layout.replicas * self._kv_tokens[layout.tp] for layout in self.layouts]
         held = course.held
         for i, (source, pace) in enumerate(zip(self.layouts, paces, strict=True)):
             # Replicas step freely: one that has finished its step waits for the others, half a

@@ -151,7 +151,9 @@ class Savings:
             if drafted:
                 plain = self._planner.outlook(course(live, remaining), prompts=prompts)
             fixed, undrafted = plain.plan(self._base), plain.plan(state.layout)
-            shortest = [min((one.stay, *one.go.values())) for one in (undrafted, plan)]
+            shortest = [
+                min((candidate.stay, *candidate.go.values())) for candidate in (undrafted, plan)
+            ]
             self._predicted = BatchTimes(fixed.never, *shortest)
             self._prescribed = live.max_tokens[live.exact].tolist()
 
@@ -194,9 +196,9 @@ class Savings:
         """The open stretch ends."""
         begin = self._open
         if begin is not None:
-            made = now.tokens - begin.tokens
+            generated = now.tokens - begin.tokens
             live = 0.5 * (begin.num_seqs + max(1, now.num_seqs))
-            tokens = made / live
+            tokens = generated / live
             # Prompts are cheap by the token. Many of them take time that is not told apart.
             arrived = self._arrivals * begin.prompt if self._arrivals else 0.0
             prompts = begin.prompts - now.prompts + arrived
@@ -205,7 +207,7 @@ class Savings:
                 seconds=now.at - begin.at,
                 stall=self._stall,
                 drafts=self._drafts,
-                counts=0 < made >= prompts and not self._uncounted,
+                counts=0 < generated >= prompts and not self._uncounted,
                 tokens=tokens,
                 live=live,
                 context=live * (begin.context / begin.num_seqs + 0.5 * tokens),
@@ -255,4 +257,4 @@ def in_step(stretches: Sequence[Stretch], lengths: Sequence[int]) -> list[Stretc
     nearest = np.where(live - lives[below] <= lives[above] - live, below, above)
     needed = np.bincount(nearest, weights=ends[:-1] - ends[1:], minlength=len(lives))
     tokens = tokens * needed[place] / np.bincount(place, weights=tokens)[place]
-    return [replace(s, tokens=one) for s, one in zip(stretches, tokens.tolist(), strict=True)]
+    return [replace(s, tokens=count) for s, count in zip(stretches, tokens.tolist(), strict=True)]

@@ -132,5 +132,5 @@ class Speeds:
 def _speeds(accepted: Floats) -> tuple[Floats, Floats]:
     """Speeds as they were seen, and the variance of each by chance were steps independent, from
     [..., 3, n]."""
-    made, expected, variance = np.moveaxis(accepted, -2, 0)
-    return made / expected, variance / expected**2
+    actual, expected, variance = np.moveaxis(accepted, -2, 0)
+    return actual / expected, variance / expected**2

@@ -65,11 +65,11 @@ class StepFit:
 
 def by_layout(steps: Iterable[StepSample], decodes: bool = False) -> dict[Layout, list[StepSample]]:
     """Samples of each layout, in order; of all steps, or of those that only decode."""
-    found: defaultdict[Layout, list[StepSample]] = defaultdict(list)
+    samples: defaultdict[Layout, list[StepSample]] = defaultdict(list)
     for s in steps:
         if not decodes or (s.batch and not s.prefill):
-            found[s.layout].append(s)
-    return {layout: found[layout] for layout in sorted(found)}
+            samples[s.layout].append(s)
+    return {layout: samples[layout] for layout in sorted(samples)}
 
 
 def folds(
@@ -86,8 +86,8 @@ def folds(
         shapes: defaultdict[tuple[int, ...], list[StepSample]] = defaultdict(list)
         for s in samples:
             shapes[s.batch, s.context, s.prefill, s.busy, s.drafts, s.k].append(s)
-        for position, some in zip(rng.permutation(len(shapes)), shapes.values(), strict=True):
-            parts[position % count] += some
+        for position, repeats in zip(rng.permutation(len(shapes)), shapes.values(), strict=True):
+            parts[position % count] += repeats
     for held in parts:
         yield held, [s for part in parts if part is not held for s in part]
 
@@ -98,21 +98,23 @@ def cross_validate(
     """Errors of steps that neither the roofline nor its residual has seen, by layout."""
     errors: defaultdict[Layout, list[Floats]] = defaultdict(list)
     for held, kept in folds(steps, _FOLDS, seed):
-        bases = {one: StepBase.fit(some, chosen) for one, some in by_layout(kept).items()}
+        bases = {
+            layout: StepBase.fit(samples, chosen) for layout, samples in by_layout(kept).items()
+        }
         decodes = learnable(by_layout(kept, decodes=True))
         booster = fit_residual(bases, decodes) if decodes else None
-        for layout, some in by_layout(held, decodes=True).items():
+        for layout, samples in by_layout(held, decodes=True).items():
             if layout in decodes:
-                features, extra, rest, seconds = _parts(bases[layout], layout, some)
+                features, extra, rest, seconds = _parts(bases[layout], layout, samples)
                 both = np.array([rest, rest * factors(booster, features)])
                 errors[layout].append(np.abs((both + extra) / seconds - 1))
-    found = {one: map(tuple, np.hstack(some).tolist()) for one, some in errors.items()}
-    return {one: StepFit(*found.get(one, ())) for one in by_layout(steps)}
+    joined = {layout: map(tuple, np.hstack(parts).tolist()) for layout, parts in errors.items()}
+    return {layout: StepFit(*joined.get(layout, ())) for layout in by_layout(steps)}
 
 
 def learnable(decodes: Mapping[Layout, list[StepSample]]) -> dict[Layout, list[StepSample]]:
     """The layouts that have samples enough."""
-    return {one: some for one, some in decodes.items() if len(some) >= LEAST_SAMPLES}
+    return {layout: samples for layout, samples in decodes.items() if len(samples) >= LEAST_SAMPLES}
 
 
 def fit_residual(
@@ -122,8 +124,8 @@ def fit_residual(
     import lightgbm
 
     features, targets = [], []
-    for layout, some in decodes.items():
-        columns, extra, rest, seconds = _parts(bases[layout], layout, some)
+    for layout, samples in decodes.items():
+        columns, extra, rest, seconds = _parts(bases[layout], layout, samples)
         features.append(columns)
         targets.append(np.log(np.maximum(seconds - extra, _LEAST_SHARE * seconds) / rest))
     data = lightgbm.Dataset(np.vstack(features), np.concatenate(targets))
@@ -148,7 +150,7 @@ def features_of(
     `each` drafts per request."""
     batch, mean, skew, busy, each, k = np.broadcast_arrays(batch, mean, skew, busy, each, k)
     tokens = batch * (1 + each)
-    tp, spread = (np.full(batch.size, one) for one in (layout.tp, layout.experts == "ep"))
+    tp, spread = (np.full(batch.size, value) for value in (layout.tp, layout.experts == "ep"))
     columns = [tp, batch, mean, batch * mean, skew, busy, each, k, tokens, spread]
     return np.column_stack([np.ravel(column) for column in columns]).astype(np.float64)
 

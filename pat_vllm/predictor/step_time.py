@@ -128,8 +128,8 @@ class _LayoutModel:
         none, every, drafts = self.kinds[:, min(shape.k, self.kinds.shape[1] - 1)].tolist()
         seconds = self.grid.at(shape.batch, shape.context, shape.busy, none)
         if shape.drafts:
-            found = self.grid.at(shape.batch, shape.context, shape.busy, every)
-            seconds += (found - seconds) * shape.drafts / (drafts * shape.batch)
+            drafted = self.grid.at(shape.batch, shape.context, shape.busy, every)
+            seconds += (drafted - seconds) * shape.drafts / (drafts * shape.batch)
         return seconds + self.base.longest * shape.longest
 
     def many(self, batch: Any, context: Any, busy: Any, drafts: Any, k: Any) -> Floats:
@@ -138,8 +138,8 @@ class _LayoutModel:
         seconds: Floats = self.grid.many(batch, context, busy, none)
         if not np.any(drafts):
             return seconds
-        found = self.grid.many(batch, context, busy, every)
-        return seconds + (found - seconds) * (drafts / (of_request * np.maximum(batch, 1e-9)))
+        drafted = self.grid.many(batch, context, busy, every)
+        return seconds + (drafted - seconds) * (drafts / (of_request * np.maximum(batch, 1e-9)))
 
 
 class StepTimeModel:
@@ -158,16 +158,18 @@ class StepTimeModel:
     def fit(cls, profile: Profile) -> StepTimeModel:
         """Learn from a profile."""
         samples = by_layout(profile.steps)
-        bases = {one: StepBase.fit(some, profile.chosen) for one, some in samples.items()}
+        bases = {layout: StepBase.fit(steps, profile.chosen) for layout, steps in samples.items()}
         decodes = by_layout(profile.steps, decodes=True)
         fits = cross_validate(profile.steps, profile.chosen)
         learned = any(fit.learned for fit in fits.values())
         booster = fit_residual(bases, learnable(decodes)) if learned else None
         models = {
-            one: _compile(one, bases[one], some, booster if fits[one].learned else None)
-            for one, some in decodes.items()
+            layout: _compile(
+                layout, bases[layout], steps, booster if fits[layout].learned else None
+            )
+            for layout, steps in decodes.items()
         }
-        return cls(models, {one: fits[one] for one in models})
+        return cls(models, {layout: fits[layout] for layout in models})
 
     def seconds(
         self,
@@ -189,8 +191,8 @@ class StepTimeModel:
         """
         model = self._models[layout]
         batch, context, longest, prefill, busy, drafts = (
-            one if isinstance(one, int) else np.asarray(one, np.float64)
-            for one in (batch, context, longest, prefill, busy, drafts)
+            value if isinstance(value, int) else np.asarray(value, np.float64)
+            for value in (batch, context, longest, prefill, busy, drafts)
         )
         extra = model.base.extra(batch, longest, prefill, busy)
         predicted = model.many(batch, context, busy, drafts, k) + extra

@@ -111,11 +111,11 @@ class Trajectories:
         """What has waited too long is not waited for: a server's batch may never end."""
         limit = _SILENCE * max(self._gaps) if self._gaps else math.inf
         while self._waiting:
-            first, one = next(iter(self._waiting.items()))
-            if now - one.since <= limit and len(self._waiting) <= REMEMBERED_TURNS:
+            first, waiting = next(iter(self._waiting.items()))
+            if now - waiting.since <= limit and len(self._waiting) <= REMEMBERED_TURNS:
                 break
             self._late[first] = self._waiting.pop(first)
-            self._last[one.index] += 1
+            self._last[waiting.index] += 1
         while len(self._late) > REMEMBERED_TURNS:
             del self._late[next(iter(self._late))]
 
@@ -130,8 +130,8 @@ class Trajectories:
     def _close(self) -> None:
         """A new batch begins: what the last one left is not continued."""
         if self._left and self.go_on:
-            for one in self._left.values():
-                self._last[one.index] += 1
+            for waiting in self._left.values():
+                self._last[waiting.index] += 1
             self._followed *= _KEPT
             self._last *= _KEPT
             self._late.clear()
@@ -182,7 +182,7 @@ class Trajectories:
         gaps, appended = np.array(self._gaps), np.array(self._appended)
         returning = self._returning(now)
         likely = np.argsort(-returning, kind="stable")[:_MOST_WAITING]
-        index, since, waiting = (one[likely] for one in self._columns())
+        index, since, waiting = (column[likely] for column in self._columns())
         count, futures = len(live) + len(index), remaining.shape[1]
         share = self._share()
         back = random.random((len(index), futures)) < returning[likely, None]
@@ -211,7 +211,7 @@ class Trajectories:
             over, passed = np.where(goes_on, stop, over), np.zeros_like(passed)
             turn = np.minimum(turn + 1, _MOST_TURNS - 1)
             goes_on &= random.random(time.shape) < share[turn][:, None]
-        begins, stops, held = (np.concatenate(one) for one in (begin, ends, contexts))
+        begins, stops, held = (np.concatenate(arrays) for arrays in (begin, ends, contexts))
         return Futures(begins, stops, held, over)
 
 
@@ -233,7 +233,7 @@ def course_of_turns(futures: Futures) -> Course:
     live, context, longest, waiting = np.zeros((4, _MOMENTS, futures.over.shape[1]))
     for i in range(live.shape[1]):
         real = futures.end[:, i] > futures.begin[:, i]
-        begin, end, held = (one[real, i] for one in (futures.begin, futures.end, futures.held))
+        begin, end, held = (array[real, i] for array in (futures.begin, futures.end, futures.held))
         first, last = begin.argsort(), end.argsort()
         begun, ended = begin[first].searchsorted(middle), end[last].searchsorted(middle)
         live[:, i] = begun - ended
@@ -249,19 +249,19 @@ def course_of_turns(futures: Futures) -> Course:
     parts = np.linspace(0, _MOMENTS, _PARTS + 1).astype(int)[:-1]
     weights = np.where(live > 0, width[:, None], 0.0)
     total = np.add.reduceat(weights.sum(axis=1), parts)
-    some = total > 0
+    nonempty = total > 0
 
     def mean(values: Floats) -> Floats:
         sums = np.add.reduceat((values * weights).sum(axis=1), parts)
-        return (sums[some] / total[some])[::-1]
+        return (sums[nonempty] / total[nonempty])[::-1]
 
     mean_live = np.maximum(mean(live), 1.0)
     mean_context = np.maximum(mean(context), 1.0)
-    most = np.maximum.reduceat(live.mean(axis=1), parts)[some][::-1]
+    most = np.maximum.reduceat(live.mean(axis=1), parts)[nonempty][::-1]
     return Course(
         live=mean_live,
         most=np.maximum(most, mean_live),
-        steps=(np.add.reduceat(steps.mean(axis=1), parts)[some])[::-1],
+        steps=(np.add.reduceat(steps.mean(axis=1), parts)[nonempty])[::-1],
         context=mean_context,
         longest=np.maximum(mean(longest), 1.0),
         cached=mean(waiting) * mean_context / mean_live,

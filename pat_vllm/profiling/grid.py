@@ -113,7 +113,9 @@ class EngineLimits:
 
     def share(self, layout: Layout) -> int:
         """Requests of each replica when as many as every layout can run are spread over all."""
-        total = min(self.max_num_seqs[one.tp] * one.replicas for one in self.layouts)
+        total = min(
+            self.max_num_seqs[each_layout.tp] * each_layout.replicas for each_layout in self.layouts
+        )
         return max(1, min(total // layout.replicas, self.most_requests(layout.tp)))
 
 
@@ -155,9 +157,9 @@ class StepPoint:
         """Whether a sample is of this point; its contexts have grown while it was measured."""
         least = sum(self.contexts)
         grown = self.batch * (_MOST_STEPS + 2 + (_STEPS_IF_ALL_ACCEPTED + 1) * self.drafts)
-        mine = (self.layout, self.batch, self.busy, self.prefill, self.k, self.batch * self.drafts)
+        own = (self.layout, self.batch, self.busy, self.prefill, self.k, self.batch * self.drafts)
         its = (sample.layout, sample.batch, sample.busy, sample.prefill, sample.k, sample.drafts)
-        return mine == its and least <= sample.context <= least + grown
+        return own == its and least <= sample.context <= least + grown
 
     def __str__(self) -> str:
         parts = [f"{self.batch} x {self.context} tokens"] if self.batch else []
@@ -181,8 +183,8 @@ class SwitchPoint:
 
     def measured_by(self, sample: SwitchSample) -> bool:
         """Whether a sample is of this point."""
-        mine = (self.source, self.target, self.num_seqs, self.num_seqs * self.context)
-        return mine == (sample.source, sample.target, sample.num_seqs, sample.tokens)
+        own = (self.source, self.target, self.num_seqs, self.num_seqs * self.context)
+        return own == (sample.source, sample.target, sample.num_seqs, sample.tokens)
 
     def __str__(self) -> str:
         return f"switch {self.source} -> {self.target}: {self.num_seqs} x {self.context} tokens"

@@ -84,9 +84,9 @@ def profile_key(vllm_config: VllmConfig, resolved: ResolvedKernels) -> dict[str,
         "moe_backend": kernels.moe_backend,
         "quantization": model.quantization and str(model.quantization),
         "custom_all_reduce": not vllm_config.parallel_config.disable_custom_all_reduce,
-        "max_num_seqs": by_name({tp: one.max_num_seqs for tp, one in limits.items()}),
+        "max_num_seqs": by_name({tp: limit.max_num_seqs for tp, limit in limits.items()}),
         "max_num_batched_tokens": by_name(
-            {tp: one.max_num_batched_tokens for tp, one in limits.items()}
+            {tp: limit.max_num_batched_tokens for tp, limit in limits.items()}
         ),
         "max_model_len": model.max_model_len,
         "block_size": vllm_config.cache_config.block_size,

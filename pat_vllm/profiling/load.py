@@ -62,8 +62,8 @@ def load_or_measure(
         profile = Profile.load(Path(path))
         profile.check(header["key"], path)
         logger.info("PAT uses the profile %s (%s)", path, profile.title)
-        if found := problems(profile.steps):
-            logger.warning("The profile %s may mislead PAT: %s. %s", path, found[0], REMEDY)
+        if defects := problems(profile.steps):
+            logger.warning("The profile %s may mislead PAT: %s. %s", path, defects[0], REMEDY)
     elif (cached := profile_cache.find(header["key"])) is not None:
         profile = cached
         logger.info("PAT uses the cached profile %s", profile_cache.cache_path(profile.key))
@@ -89,8 +89,8 @@ def _measure_at_start(
         switches=tuple(samples.switches),
         note="quick profile at an engine's start",
     )
-    found = problems(profile.steps, samples.skipped, len(plan.points))
-    kept = None if found else profile_cache.keep(profile)
+    defects = problems(profile.steps, samples.skipped, len(plan.points))
+    kept = None if defects else profile_cache.keep(profile)
     logger.info(
         "PAT measured %d kinds of steps and %d switches in %.1f s (%d points left out for want of "
         "time); kept in %s",
@@ -100,11 +100,11 @@ def _measure_at_start(
         samples.skipped,
         kept or "this engine only",
     )
-    if found:
+    if defects:
         logger.warning(
             "The profile that PAT has measured may mislead it: %s. It is not kept, and the next "
             "start measures again. %s",
-            "; ".join(found),
+            "; ".join(defects),
             REMEDY,
         )
     return profile
@@ -168,8 +168,8 @@ def engine_limits(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> En
     kinds = kinds_of(kv_cache_config, layouts[0], model.get_total_num_kv_heads())
     return EngineLimits(
         layouts=layouts,
-        max_num_seqs={tp: one.max_num_seqs for tp, one in limits.items()},
-        max_batch_tokens={tp: one.max_num_batched_tokens for tp, one in limits.items()},
+        max_num_seqs={tp: limit.max_num_seqs for tp, limit in limits.items()},
+        max_batch_tokens={tp: limit.max_num_batched_tokens for tp, limit in limits.items()},
         max_model_len=model.max_model_len,
         kinds=kinds,
         blocks={

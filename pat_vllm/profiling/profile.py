@@ -184,8 +184,8 @@ class Profile(StrictModel):
             if layout not in decoded:
                 raise ValueError(f"steps has no decode step of layout {layout}")
         named = {sample.layout for sample in self.steps}
-        for one in self.switches:
-            named |= {one.source, one.target}
+        for switch in self.switches:
+            named |= {switch.source, switch.target}
         if unknown := named - known:
             raise ValueError(f"a sample is of {min(unknown)}, which is not among layouts")
         return self

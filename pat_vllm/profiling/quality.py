@@ -50,19 +50,19 @@ def becomes_complete(measured: int, skipped: int, planned: int) -> bool:
 def problems(steps: Sequence[StepSample], left_out: int = 0, planned: int = 0) -> list[str]:
     """What makes a profile a bad base for decisions, with figures; empty if nothing does. Of its
     plan's points so many were `left_out` for want of time."""
-    found = []
+    defects = []
     noisy = [sample for sample in steps if unsettled(sample)]
     if len(noisy) > MOST_UNSETTLED * len(steps):
         worst = max(noisy, key=lambda sample: sample.high / sample.low)
-        found.append(
+        defects.append(
             f"it is noisy: in {len(noisy)} of {len(steps)} steps the middle half of the repeats "
             f"spreads over more than {UNSETTLED:.0%} of the median (at most {MOST_UNSETTLED:.0%} "
             f"of the steps may); one step of {worst.layout} with batch {worst.batch} took from "
             f"{1e3 * worst.low:.3g} to {1e3 * worst.high:.3g} ms"
         )
     if not is_complete(left_out, planned):
-        found.append(
+        defects.append(
             f"it is incomplete: {left_out} of {planned} points were left out for want of time "
             f"(at most {MOST_LEFT_OUT:.0%} may be)"
         )
-    return found
+    return defects

@@ -159,7 +159,7 @@ class Profiler:
                 break
             self._executor.execute_model(PATSchedulerOutput.of(ready, in_flight=True))
             pending = self._executor.sample_tokens(None, non_block=True)
-            if ready and max(len(streams[one].in_flight) for one in ready) < self._depth:
+            if ready and max(len(streams[replica].in_flight) for replica in ready) < self._depth:
                 continue  # as vLLM's loop fills its queue before it waits
             # Of whatever steps have finished, in any replica.
             results = pending.result()
@@ -226,12 +226,12 @@ class Profiler:
         # A step makes the requests known to the workers, whose state of them travels too.
         self._send(
             {
-                replica: add_new(SchedulerOutput.make_empty(), mine, self._use_v2, 2)
-                for replica, mine in before.items()
+                replica: add_new(SchedulerOutput.make_empty(), of_replica, self._use_v2, 2)
+                for replica, of_replica in before.items()
             }
         )
         self._timed_switch(source, target, requests, before, after)
-        self._send({replica: finish(mine) for replica, mine in after.items()})
+        self._send({replica: finish(of_replica) for replica, of_replica in after.items()})
 
     def _timed_switch(
         self,
@@ -244,7 +244,7 @@ class Profiler:
         """Carry requests over, with planning as in a real switch."""
         # Where layouts share KV, schedulers stay, too (`scheduler/in_place.py`).
         stays = source.shares_kv(target)
-        made = 0.0 if stays else self._seconds_to_make(target)
+        making = 0.0 if stays else self._seconds_to_make(target)
         begun = time.perf_counter()
         placement = spread(requests, source, target)
         blocks = () if stays else _request_blocks(before, after)
@@ -252,7 +252,7 @@ class Profiler:
         times = self._executor.switch(
             SwitchCommand(self._switch_id, source, target, moves, placement)
         )
-        seconds = time.perf_counter() - begun + made
+        seconds = time.perf_counter() - begun + making
         self.switches.append(
             SwitchSample(
                 source=source,
@@ -273,21 +273,28 @@ class Profiler:
         limits = self._plan.limits
         allotted: _Allotted = {}
         for replica in sorted({*placement.values()}):
-            mine = [r for r in requests if placement[r.request_id] == replica]
-            made = make_requests("", [r.context for r in mine], 1, limits.kinds, decoding=True)
-            assert next_block(made) - FIRST_BLOCK <= limits.blocks[layout.tp]  # by the plan
+            placed = [r for r in requests if placement[r.request_id] == replica]
+            synthetic = make_requests(
+                "", [r.context for r in placed], 1, limits.kinds, decoding=True
+            )
+            assert next_block(synthetic) - FIRST_BLOCK <= limits.blocks[layout.tp]  # by the plan
             allotted[replica] = [
-                replace(one, request_id=r.request_id) for one, r in zip(made, mine, strict=True)
+                replace(request, request_id=r.request_id)
+                for request, r in zip(synthetic, placed, strict=True)
             ]
         return allotted
 
 
 def _request_blocks(before: _Allotted, after: _Allotted) -> Iterator[RequestBlocks]:
     """Old and new blocks of each request, without the null ones, which come first."""
-    target = {one.request_id: (replica, one) for replica, ones in after.items() for one in ones}
-    for replica, ones in before.items():
-        for one in ones:
-            to, other = target[one.request_id]
-            for group, (old, new) in enumerate(zip(one.blocks, other.blocks, strict=True)):
+    target = {
+        request.request_id: (replica, request)
+        for replica, requests in after.items()
+        for request in requests
+    }
+    for replica, requests in before.items():
+        for request in requests:
+            to, other = target[request.request_id]
+            for group, (old, new) in enumerate(zip(request.blocks, other.blocks, strict=True)):
                 held = slice(old.count(NULL_BLOCK), None)
-                yield RequestBlocks(one.request_id, replica, old[held], to, new[held], group)
+                yield RequestBlocks(request.request_id, replica, old[held], to, new[held], group)

@@ -55,7 +55,7 @@ class Stream:
             decoding=True,
             vocabulary=vocabulary if point.k and not point.hits else 0,
         )
-        self._generated = {one.request_id: 0 for one in self._decoding}
+        self._generated = {request.request_id: 0 for request in self._decoding}
         self.in_flight: deque[int] = deque()
         self._prefilled: list[SyntheticRequest] = []
         self._sent = 0
@@ -79,7 +79,7 @@ class Stream:
                 SchedulerOutput.make_empty(), self._decoding, self._use_v2, self._room + 2
             )
         contexts = [
-            one.tokens + count for one, count in zip(self._decoding, generated, strict=True)
+            request.tokens + count for request, count in zip(self._decoding, generated, strict=True)
         ]
         self.sizes.append((sum(contexts), max(contexts, default=0)))
         # All that it may generate; what is refused is taken back when the step has finished.
@@ -87,7 +87,7 @@ class Stream:
             self._generated[request_id] += 1 + drafts
         self.in_flight.append(drafts)
         step.num_spec_tokens_to_schedule = self._point.k
-        step.finished_req_ids = {one.request_id for one in self._prefilled}
+        step.finished_req_ids = {request.request_id for request in self._prefilled}
         self._prefilled = make_requests(
             f"{self._prefix}-{self._sent}",
             self._prompts,

@@ -70,7 +70,7 @@ MUTATIONS = mutations({
         ("the most wanted cached block is evicted first", "scheduler.prefix_cache:_take_up", "append_n(taken[::-1])", "append_n(taken)"),
         ("cached blocks stay in use", "scheduler.prefix_cache:_take_up", "pool.free_block_queue.append_n(taken[::-1])", "pass"),
         ("a chain is looked for in the first replica", "scheduler.prefix_cache:place_chains", "cached.index(longest)", "0"),
-        ("chains have holes", "chains:_what_fits", "if all(map(all, found)):", "if True:"),
+        ("chains have holes", "chains:_what_fits", "if all(map(all, blocks)):", "if True:"),
         ("what waits loses what is cached for it", "scheduler.switch_plan:_carry_caches", "if one.reads_cache and one", "if False and one"),
         ("blocks that come with a request are carried twice", "scheduler.switch_plan:_carry_caches", "hashes.update(one.request.block_hashes[first:full])", "pass"),
         ("caches of old weights are carried", "scheduler.replica_set:ReplicaSet.may_carry_caches", "self._cached_with in (None, self.executor.weights_version)", "True"),

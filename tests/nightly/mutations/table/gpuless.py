@@ -79,7 +79,7 @@ MUTATIONS = mutations({
         ("the pool is kept for ever", "worker.late_memory:_kept_graph_pool", "torch.accelerator.empty_cache()", "pass"),
         ("the pool is handed out after it is gone", "patches.replacing:replaced", "setattr(owner, name, original)", "pass"),
         ("the buffers of every layout are counted", "memory.estimate:kv_cache_bytes", " - max(buffers)", ""),
-        ("activations of the base layout only", "memory.estimate:kv_cache_bytes", "max(one.activations for one in layouts)", "last.activations"),
+        ("activations of the base layout only", "memory.estimate:kv_cache_bytes", "max(layout.activations for layout in layouts)", "last.activations"),
         ("a switch stages nothing", "memory.estimate:staged_share", "(sent + 2 / ROUNDS)", "0"),
         ("a switch leaves weights as they are", "worker.worker:PATWorkerMixin.pat_switch", "self._weights.arrange(target.layout)", "0"),
         ("CUDA graphs: a KV buffer for each layout", "kv_transfer.kv_buffer:_Allocation.__torch_function__", "if self._shared.buffer is None:", "if True:"),
