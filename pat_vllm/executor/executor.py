@@ -138,7 +138,7 @@ class PATExecutorMixin(OwnRepliesMixin):
         lanes = Lanes(layouts_of(self.vllm_config), self._network)
         replies = self.collective_rpc(commands.OPEN_LANES, args=(lanes.handles(),))
         lanes.connect([handle for handle, _ in replies])
-        self._leftovers.add(made for _, made in replies)
+        self._leftovers.add(resources for _, resources in replies)
         ready = self.collective_rpc(commands.LANES_READY, non_block=True)
         # If a worker dies now, `lanes.wait_until_ready` never returns, but its reply fails.
         opened = threading.Event()

@@ -53,11 +53,11 @@ class Leftovers:
 
         If the ranks have met at a file, vLLM's CPU build names shared memory after it.
         """
-        for made in workers:
-            self._queues += made.queues
+        for resources in workers:
+            self._queues += resources.queues
             # As vLLM reads it: no part of a path is a query or a fragment.
-            if made.met_at.startswith("file://"):
-                self._rendezvous.add(Path(made.met_at.removeprefix("file://")))
+            if resources.met_at.startswith("file://"):
+                self._rendezvous.add(Path(resources.met_at.removeprefix("file://")))
 
     def remove(self) -> None:
         """Remove what is still there, when the workers have ended. Idempotent."""

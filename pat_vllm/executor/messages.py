@@ -47,7 +47,7 @@ class SwitchTimes:
     def slowest(cls, ranks: Sequence[SwitchTimes]) -> SwitchTimes:
         """Of each part the time of the rank that took longest; their sum may exceed the call."""
         parts = ("states", "kv", "weights", "activate", "kv_bytes")
-        return cls(**{part: max(getattr(one, part) for one in ranks) for part in parts})
+        return cls(**{part: max(getattr(times, part) for times in ranks) for part in parts})
 
 
 @dataclass(frozen=True)

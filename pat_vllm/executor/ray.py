@@ -86,7 +86,7 @@ class PATRayExecutor(PATExecutorMixin, RayExecutorV2):
         ]
         if node == ray.get_runtime_context().get_node_id():
             return Network()
-        address = next(one["NodeManagerAddress"] for one in ray.nodes() if one["NodeID"] == node)
+        address = next(info["NodeManagerAddress"] for info in ray.nodes() if info["NodeID"] == node)
         ranks = range(self.parallel_config.world_size)
         return Network(ray.util.get_node_ip_address(), dict.fromkeys(ranks, address))
 
@@ -106,11 +106,11 @@ class PATRayExecutor(PATExecutorMixin, RayExecutorV2):
 
     def _ended_workers(self) -> list[str]:
         workers = getattr(self, "ray_worker_handles", ())
-        running = {one.run_ref: one.rank for one in workers if one.run_ref is not None}
+        running = {worker.run_ref: worker.rank for worker in workers if worker.run_ref is not None}
         if not running or not ray.is_initialized():
             return []
         ended, _ = ray.wait(list(running), num_returns=len(running), timeout=0)
-        return [f"worker {running[one]}, a Ray actor, died" for one in ended]
+        return [f"worker {running[ref]}, a Ray actor, died" for ref in ended]
 
 
 def place_ranks(parallel: ParallelConfig) -> list[int]:

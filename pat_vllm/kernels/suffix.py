@@ -182,12 +182,12 @@ def draft_kernel(
         period = tl.maximum(size - 1 - place, 1)
         # `0 * index` makes blocks of scalars: Triton's interpreter takes no mask of both.
         given = (index < period) | (match + 0 * index >= period)
-        found = tl.load(own + place + 1 + index % period, mask=given, other=BETWEEN)
+        copied = tl.load(own + place + 1 + index % period, mask=given, other=BETWEEN)
     else:
         text = tl.load(others + 2 * request).to(tl.pointer_type(tl.int32))
         count = tl.load(others + 2 * request + 1)
         at = place + 1 + index
-        found = tl.load(text + at, mask=(at < count) & (score + 0 * index > 0), other=BETWEEN)
-    ended = tl.cumsum((found == BETWEEN).to(tl.int32), axis=0)
-    token = tl.where((ended == 0) & (score > 0), found.to(tl.int64), tl.load(last_sampled + state))
+        copied = tl.load(text + at, mask=(at < count) & (score + 0 * index > 0), other=BETWEEN)
+    ended = tl.cumsum((copied == BETWEEN).to(tl.int32), axis=0)
+    token = tl.where((ended == 0) & (score > 0), copied.to(tl.int64), tl.load(last_sampled + state))
     tl.store(drafts + request * K + index, token, mask=index < K)

@@ -171,8 +171,8 @@ def _check_disjoint(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 def _split(side: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
     """Pieces of at most `size` bytes."""
-    for some in side.split(max(1, size // side.shape[1])):
-        yield from some.split(size, dim=1)
+    for rows in side.split(max(1, size // side.shape[1])):
+        yield from rows.split(size, dim=1)
 
 
 def _on_gpu(tensor: torch.Tensor) -> bool:

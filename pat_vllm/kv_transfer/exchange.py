@@ -168,10 +168,11 @@ class Part(NamedTuple):
         Blocks and heads in the plan's order.
         """
         sends = [
-            [(one.source_blocks, one.route.source_heads) for one in to] for to in self.moves.sends
+            [(move.source_blocks, move.route.source_heads) for move in to]
+            for to in self.moves.sends
         ]
         receives = [
-            [(one.target_blocks, one.route.target_heads) for one in by]
+            [(move.target_blocks, move.route.target_heads) for move in by]
             for by in self.moves.receives
         ]
         return staged_blocks(sends, self.source), staged_blocks(receives, self.target)
@@ -209,11 +210,11 @@ class Exchange:
         Where they are a large part, what arrives is staged round by round. Bytes that stay on their
         rank are staged, too, because both views lie over the same memory.
         """
-        parts = [Part(one.moves, _words(one.source), _words(one.target)) for one in parts]
+        parts = [Part(part.moves, _words(part.source), _words(part.target)) for part in parts]
         # For a layer there is always room, and for a round in each direction (`staged_share`).
-        layer = max(view.nbytes for one in parts for view in (one.source, one.target))
+        layer = max(view.nbytes for part in parts for view in (part.source, part.target))
         room = layer + 2 * layer // ROUNDS
-        staged = sum(one.moves.most_staged * one.source[0, 0].nbytes for one in parts)
+        staged = sum(part.moves.most_staged * part.source[0, 0].nbytes for part in parts)
         large = staged > room and self._transport.receives
         if large or len(parts) > 1:
             self._prepare_rounds(parts, ROUNDS if large else 1)
@@ -235,9 +236,9 @@ class Exchange:
 
     def _prepare_rounds(self, parts: Sequence[Part], rounds: int) -> None:
         self._rounds = [
-            (index, *part._replace(moves=one).staged())
+            (index, *part._replace(moves=moves).staged())
             for index, part in enumerate(parts)
-            for one in part.moves.split(rounds)
+            for moves in part.moves.split(rounds)
         ]
         # The largest round first, so that the buffers fit every other.
         send = _largest([packs.counts for _, packs, _ in self._rounds])

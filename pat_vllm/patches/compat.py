@@ -127,7 +127,7 @@ def use_memory_pool(tag: str) -> Iterator[None]:
 
         pools[f"{tag} {len(pools)}"] = pools[tag]
         earlier = [pool for name, (pool, _) in pools.items() if name.startswith(f"{tag} ")]
-        for segment in (one for pool in earlier for one in pool.snapshot()):
+        for segment in (segment for pool in earlier for segment in pool.snapshot()):
             if segment["allocated_size"] == 0 and segment["address"] in allocator.pointer_to_data:
                 unmap_and_release(allocator._python_free_callback(segment["address"]))
     with allocator.use_memory_pool(tag=tag):

@@ -49,9 +49,9 @@ def end_waits_for_dead_engines() -> None:
 
     def start_monitor(stock: Callable[[MPClient], None]) -> Callable[[MPClient], None]:
         def start(client: MPClient) -> None:
-            told: Future[Any] = Future()
-            client.utility_results[_CAUSE] = told
-            vars(client.resources).update({_TOLD: told, _CLIENT: weakref.ref(client)})
+            cause: Future[Any] = Future()
+            client.utility_results[_CAUSE] = cause
+            vars(client.resources).update({_TOLD: cause, _CLIENT: weakref.ref(client)})
             stock(client)
 
         return start
@@ -59,10 +59,10 @@ def end_waits_for_dead_engines() -> None:
     def name_cause(stock: Callable[..., Any]) -> Callable[..., Any]:
         def check(client: MPClient, *args: Any) -> Any:
             try:
-                found = stock(client, *args)
+                result = stock(client, *args)
             except EngineDeadError:
                 raise _error(client) from None
-            return _error(client) if isinstance(found, EngineDeadError) else found
+            return _error(client) if isinstance(result, EngineDeadError) else result
 
         return check
 
@@ -197,9 +197,9 @@ def _error(client: MPClient) -> Exception:
 
 def _cause(client: MPClient) -> str:
     """What the engine core has told, or how its process has ended; empty if neither is known."""
-    told = vars(client.resources).get(_TOLD)
-    if told is not None and told.done():
-        return str(told.exception()).rstrip(".")
+    cause = vars(client.resources).get(_TOLD)
+    if cause is not None and cause.done():
+        return str(cause.exception()).rstrip(".")
     processes = getattr(client.resources.engine_manager, "finished_procs", None)
     ended: dict[str, int] = processes() if processes else {}
     return "; ".join(f"{name} {describe_exit(code)}" for name, code in ended.items() if code)

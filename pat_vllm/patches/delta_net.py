@@ -23,7 +23,7 @@ def forward(layer: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     ba, _ = layer.in_proj_ba(hidden_states)
     if layer.gqa_interleaved_layout:
         *qkv, z, b, a = layer.fix_query_key_value_ordering(mixed_qkvz, ba)
-        mixed_qkv = torch.cat([one.flatten(1) for one in qkv], dim=-1)
+        mixed_qkv = torch.cat([part.flatten(1) for part in qkv], dim=-1)
     else:
         z_size = layer.value_dim // layer.tp_size
         mixed_qkv, z = mixed_qkvz.split([mixed_qkvz.shape[-1] - z_size, z_size], dim=-1)
@@ -91,9 +91,9 @@ def _heads(layer: Any, windows: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     x = silu((windows * layer.conv1d.weight.float().squeeze(1)).sum(-1))
     keys, values = layer.key_dim // layer.tp_size, layer.value_dim // layer.tp_size
     q, k, v = x.split([keys, keys, values], dim=-1)
-    q, k = (_unit(one.unflatten(-1, (-1, layer.head_k_dim))) for one in (q, k))
+    q, k = (_unit(tensor.unflatten(-1, (-1, layer.head_k_dim))) for tensor in (q, k))
     each = layer.num_v_heads // layer.num_k_heads
-    q, k = (one.repeat_interleave(each, dim=1) for one in (q, k))
+    q, k = (tensor.repeat_interleave(each, dim=1) for tensor in (q, k))
     return q * layer.head_k_dim**-0.5, k, v.unflatten(-1, (-1, layer.head_v_dim))
 
 

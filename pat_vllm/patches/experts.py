@@ -102,9 +102,9 @@ def _plain_experts() -> type:
                     continue
                 tokens, choices = (local == expert).nonzero(as_tuple=True)
                 b13, b2 = (None, None) if biases is None else (bias[expert] for bias in biases)
-                made = linear(act(linear(x[tokens], w13[expert], b13)), w2[expert], b2)
-                weights = topk_weights[tokens, choices].to(made.dtype)
-                output.index_add_(0, tokens, made * weights.unsqueeze(-1))
+                added = linear(act(linear(x[tokens], w13[expert], b13)), w2[expert], b2)
+                weights = topk_weights[tokens, choices].to(added.dtype)
+                output.index_add_(0, tokens, added * weights.unsqueeze(-1))
             return output
 
     return PlainExperts

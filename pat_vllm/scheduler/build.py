@@ -91,7 +91,7 @@ def _draft_rows(vllm_config: VllmConfig) -> DraftRows:
     return DraftRows(
         history_bytes(vllm_config),
         layouts_of(vllm_config)[0].world_size,
-        max(one.max_num_seqs for one in limits_by_tp(vllm_config).values()),
+        max(limits.max_num_seqs for limits in limits_by_tp(vllm_config).values()),
         HistoryFile(Path(file) if file else None, vllm_config.model_config.get_vocab_size()),
     )
 
@@ -99,5 +99,5 @@ def _draft_rows(vllm_config: VllmConfig) -> DraftRows:
 def _carry_rates(executor: PATExecutorMixin, kv_bytes: int) -> tuple[float, dict[Layout, float]]:
     """What the workers measured at start, as `CostModel` has it. `kv_bytes` is of a token."""
     rates = executor.transfer_rates()
-    recompute = {layout: 1 / one for layout, one in rates.prefill_rate.items()}
+    recompute = {layout: 1 / rate for layout, rate in rates.prefill_rate.items()}
     return kv_bytes / rates.bandwidth, recompute

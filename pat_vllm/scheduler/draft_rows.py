@@ -156,18 +156,18 @@ class DraftRows:
         self._changed -= due
         shelves, here = [self._shelves[rank] for rank in ranks], set(requests)
         # Siblings have the same rows.
-        of_due = {one: self._rows.get(one, ()) for one in due}
+        of_due = {request_id: self._rows.get(request_id, ()) for request_id in due}
         different = {id(rows): rows for rows in of_due.values()}
         ids = {name: tuple(row.id for row in rows) for name, rows in different.items()}
-        rows = {row.id: row for some in different.values() for row in some}
+        rows = {row.id: row for request_rows in different.values() for row in request_rows}
         update = RowUpdate(
-            tuple(sorted({one for shelf in shelves for one in shelf if one not in here})),
+            tuple(sorted({id_ for shelf in shelves for id_ in shelf if id_ not in here})),
             {
                 row.id: row.tokens
                 for row in rows.values()
                 if not all(row.id in shelf for shelf in shelves)
             },
-            {one: ids[id(of_due[one])] for one in sorted(due)},
+            {request_id: ids[id(of_due[request_id])] for request_id in sorted(due)},
         )
         for shelf in shelves:
             shelf.take(update)

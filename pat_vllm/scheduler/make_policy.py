@@ -40,9 +40,9 @@ def make_policy(
     """
 
     def named(name: int | str) -> Layout:
-        found = Layout.find(name, layouts)
-        assert found is not None, "resolve_layouts has checked it"
-        return found
+        layout = Layout.find(name, layouts)
+        assert layout is not None, "resolve_layouts has checked it"
+        return layout
 
     match config.policy:
         case StaticPolicyConfig(tp=tp):

@@ -131,7 +131,7 @@ class Monitor:
             Whether there are, about how many of them decode, and their ids; None: all.
         """
         ids = step.scheduled_cached_reqs.req_ids
-        repeated = {one for one in ids if one in self.draft_rows.repeated}
+        repeated = {request_id for request_id in ids if request_id in self.draft_rows.repeated}
         others = len(ids) - len(repeated)
         if repeated:
             yield True, max(0, batch - others), repeated if others else None

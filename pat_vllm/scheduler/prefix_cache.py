@@ -69,20 +69,20 @@ def place_chains(
     Chains are spread like requests that have their KV. Later requests come to them, for the router
     looks into the caches. What chains of several replicas have in common is in each of these.
     """
-    found: list[tuple[Chain, int]] = []
+    prefixes: list[tuple[Chain, int]] = []
     for chain in chains:
         cached = [num_cached(replica, chain) for replica in replicas]
         if longest := max(cached):
-            found.append((chain[:longest], cached.index(longest)))
-    names = [f"{i:09}" for i in range(len(found))]  # of equally long ones, the first one first
+            prefixes.append((chain[:longest], cached.index(longest)))
+    names = [f"{i:09}" for i in range(len(prefixes))]  # of equally long ones, the first one first
     placement = spread(
-        [Placed(name, at, len(chain)) for name, (chain, at) in zip(names, found, strict=True)],
+        [Placed(name, at, len(chain)) for name, (chain, at) in zip(names, prefixes, strict=True)],
         source,
         target,
     )
     return [
         PlacedChain(chain, at, placement[name])
-        for name, (chain, at) in zip(names, found, strict=True)
+        for name, (chain, at) in zip(names, prefixes, strict=True)
     ]
 
 
@@ -103,7 +103,9 @@ def carry_cached(
     Returns:
         Where the KV of these blocks lies, and where it goes.
     """
-    room = [one.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() for one in fresh]
+    room = [
+        replica.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() for replica in fresh
+    ]
     filled = fill(
         wanted,
         lambda index, hashes, group: find(replicas[index], hashes, group),
@@ -141,10 +143,10 @@ def _take_up(replica: Replica, runs: Sequence[Run[KVCacheBlock]]) -> list[list[i
     taken: list[KVCacheBlock] = []
     for run in runs:
         blocks = pool.free_block_queue.popleft_n(len(run.blocks))
-        for block, one in zip(blocks, run.blocks, strict=True):
-            assert one.block_hash is not None
-            block.set_block_hash(one.block_hash, one.block_hash_num_tokens)
-            pool.cached_block_hash_to_block.insert(one.block_hash, block)
+        for block, cached in zip(blocks, run.blocks, strict=True):
+            assert cached.block_hash is not None
+            block.set_block_hash(cached.block_hash, cached.block_hash_num_tokens)
+            pool.cached_block_hash_to_block.insert(cached.block_hash, block)
         if pool.metrics_collector is not None:
             for block in blocks:
                 pool.metrics_collector.on_block_allocated(block)

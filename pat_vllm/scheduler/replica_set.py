@@ -112,14 +112,14 @@ class ReplicaSet:
         if self._cached_with is None:
             self._cached_with = self.executor.weights_version
         chain = request.block_hashes
-        cached = [num_cached(one, chain) for one in self.replicas]
+        cached = [num_cached(replica, chain) for replica in self.replicas]
         if self._router.knows(prompt):
             self.chains.arrived(chain, None)
         else:
             holder = self.replicas[cached.index(max(cached))]
             self.chains.arrived(chain, num_unused(holder, chain) if any(cached) else 0)
         prefixes: list[Hashable] = [prompt, *reversed(chain)]
-        loads = [one.num_seqs for one in self.replicas]
+        loads = [replica.num_seqs for replica in self.replicas]
         return self.replicas[self._router.route(prefixes, loads, cached)]
 
     def finish_requests(
@@ -208,7 +208,7 @@ class ReplicaSet:
         self._empty_steps.clear()
         for result in results:
             replica = self.replicas[result.replica]
-            busy = sum(bool(one.in_flight) for one in self.replicas)
+            busy = sum(bool(r.in_flight) for r in self.replicas)
             self._monitor.stepped(self.layout, replica, replica.in_flight[0], busy, result)
             self._collect(replica.finish(result.output, result.drafts))
 

@@ -92,25 +92,25 @@ class RequestTable:
         tracked, self._tracked = self._tracked, {}
         for replica in replicas:
             for request_id in replica.scheduler.requests:
-                one = self._tracked[request_id] = tracked[request_id]
-                one.replica = replica
+                request = self._tracked[request_id] = tracked[request_id]
+                request.replica = replica
 
     def arrays(self) -> LiveRequests:
         """All of them, for a policy."""
         rows = [
             (
-                one.request.num_prompt_tokens,
-                one.request.num_output_tokens,
-                one.max_tokens,
-                one.exact,
-                one.group,
-                one.number,
-                one.replica.decode_steps,
-                one.turn.index,
-                one.turn.held,
-                one.request.num_computed_tokens,
+                tracked.request.num_prompt_tokens,
+                tracked.request.num_output_tokens,
+                tracked.max_tokens,
+                tracked.exact,
+                tracked.group,
+                tracked.number,
+                tracked.replica.decode_steps,
+                tracked.turn.index,
+                tracked.turn.held,
+                tracked.request.num_computed_tokens,
             )
-            for one in self._tracked.values()
+            for tracked in self._tracked.values()
         ]
         columns = np.array(rows, dtype=np.int64).reshape(-1, 10).T
         prompt, generated, max_tokens, exact, group, number, steps, *turns, computed = columns
@@ -128,13 +128,13 @@ class RequestTable:
             num_computed_tokens=computed,
         )
 
-    def complete(self, one: TrackedRequest, reason: FinishReason) -> bool:
+    def complete(self, tracked: TrackedRequest, reason: FinishReason) -> bool:
         """Whether a response came to its natural end.
 
         Under an assumed bound the request's own `max_tokens` stands for that.
         """
         if reason == FinishReason.LENGTH and self._length_bound is not None:
-            return one.request.num_output_tokens < one.max_tokens
+            return tracked.request.num_output_tokens < tracked.max_tokens
         return reason == FinishReason.STOP
 
 
@@ -181,12 +181,12 @@ def verified_drafts(
         among: the requests that are asked for; None: all.
     """
     generated, index = output.sampled_token_ids, output.req_id_to_index
-    found = [
-        (len(generated[index[one]]) - 1, len(drafts))
-        for one, drafts in step.scheduled_spec_decode_tokens.items()
-        if drafts and one in index and (among is None or one in among)
+    verified = [
+        (len(generated[index[request_id]]) - 1, len(drafts))
+        for request_id, drafts in step.scheduled_spec_decode_tokens.items()
+        if drafts and request_id in index and (among is None or request_id in among)
     ]
-    return np.array([counts for counts in found if counts[0] >= 0], np.int64).reshape(-1, 2).T
+    return np.array([counts for counts in verified if counts[0] >= 0], np.int64).reshape(-1, 2).T
 
 
 def counted_drafts(
@@ -204,6 +204,8 @@ def counted_drafts(
     generated = output.sampled_token_ids
     # What a request generates beside the drafts that it accepts is one token, or none.
     accepted = sum(map(len, generated)) - sum(map(bool, generated))
-    of_repeated = sum(len(tokens) for one, tokens in drafts.items() if one in repeated)
+    of_repeated = sum(
+        len(tokens) for request_id, tokens in drafts.items() if request_id in repeated
+    )
     right = int(verified_drafts(step, output, repeated)[0].sum()) if of_repeated else 0
     return DraftCounts(drafted, accepted, of_repeated, right)

@@ -52,7 +52,7 @@ class PATScheduler(SchedulerInterface):
         # vLLM's engine core reads these two. The replicas' connectors serve switches only.
         self.connector = None
         self.ec_connector = None
-        most = max(one.max_num_seqs for one in limits_by_tp(vllm_config).values())
+        most = max(limits.max_num_seqs for limits in limits_by_tp(vllm_config).values())
         make_room_for_grammars(structured_output_manager, most)
         self.replica_set, self.controller, self.monitor = build(
             vllm_config,

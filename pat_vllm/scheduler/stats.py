@@ -24,7 +24,9 @@ def whole_engine(stats: SchedulerStats, engine: PATScheduler) -> SchedulerStats:
     for each replica reports its own. KV cache usage is the mean, as the pools are equally large.
     """
     running, waiting = engine.get_request_counts()
-    deferred = sum(len(one.scheduler.deferred_waiting) for one in engine.replica_set.replicas)
+    deferred = sum(
+        len(replica.scheduler.deferred_waiting) for replica in engine.replica_set.replicas
+    )
     stats.num_running_reqs = running
     stats.num_waiting_reqs = waiting - deferred
     stats.num_skipped_waiting_reqs = deferred
@@ -84,7 +86,7 @@ def add_spec_decoding_stats(into: SpecDecodingStats, other: SpecDecodingStats) -
         (into.num_accepted_tokens_per_pos, other.num_accepted_tokens_per_pos),
         (into.num_draft_tokens_per_pos, other.num_draft_tokens_per_pos),
     ):
-        counts[:] = [one + added for one, added in zip(counts, more, strict=True)]
+        counts[:] = [count + added for count, added in zip(counts, more, strict=True)]
 
 
 def merge_outputs(into: dict[int, EngineCoreOutputs], other: dict[int, EngineCoreOutputs]) -> None:
@@ -122,7 +124,9 @@ def send_metrics(
         outputs: by client.
         make_stats: makes statistics, where `outputs` has none.
     """
-    carrier = next((one for one in outputs.values() if one.scheduler_stats is not None), None)
+    carrier = next(
+        (output for output in outputs.values() if output.scheduler_stats is not None), None
+    )
     if carrier is None and updates.has_events:
         carrier = next(iter(outputs.values()), None) or outputs.setdefault(0, EngineCoreOutputs())
         carrier.scheduler_stats = make_stats()

@@ -178,8 +178,8 @@ def _plan(
             plan = Carry.of(carried, chains, active, target, fresh)
         return plan, plan.command(switch_id, active.layout, target)
     except Exception as error:
-        for one in undo:
-            one.apply()
+        for saved in undo:
+            saved.apply()
         active.factory.discard(fresh)
         raise PlanningFailed(f"{type(error).__name__}: {error}") from error
 

@@ -144,7 +144,7 @@ class Carry(SwitchPlan):
         moves = plan_moves(source, target, kinds, blocks)
         # Groups keep different numbers of blocks: tokens are counted in the one that keeps most.
         group = densest(kinds)
-        cached_blocks = sum(len(one.target_blocks) for one in cached if one.group == group)
+        cached_blocks = sum(len(moved.target_blocks) for moved in cached if moved.group == group)
         cached_tokens = cached_blocks * fresh[0].scheduler.block_size
         return cls(carried, fresh, placement, tuple(moves), cached_tokens, loads)
 
@@ -157,11 +157,11 @@ class Carry(SwitchPlan):
                     load.step,
                     ModelRunnerOutput(req_ids=[], req_id_to_index={}, kv_connector_output=arrived),
                 )
-        for one in self.carried:
-            if not one.migrates:
-                _rewind(one)
-                _enqueue(self.replicas[self.placement[one.request.request_id]], one.request)
-            one.request.skip_reading_prefix_cache = one.request.get_skip_reading_prefix_cache()
+        for c in self.carried:
+            if not c.migrates:
+                _rewind(c)
+                _enqueue(self.replicas[self.placement[c.request.request_id]], c.request)
+            c.request.skip_reading_prefix_cache = c.request.get_skip_reading_prefix_cache()
         return sum(len(load.blocks) for load in self.loads)
 
 
@@ -172,13 +172,15 @@ def _allocate(carried: Sequence[Carried], placement: Mapping[str, int], replica:
     admits them, as far as the pool reaches, and schedules nothing. What finds no room stays
     queued, to be computed again.
     """
-    mine = [c for c in carried if c.migrates and placement[c.request.request_id] == replica.index]
-    replica.connector.announce({c.request.request_id: c.computed for c in mine})
-    for one in mine:
-        _rewind(one)
+    arriving = [
+        c for c in carried if c.migrates and placement[c.request.request_id] == replica.index
+    ]
+    replica.connector.announce({c.request.request_id: c.computed for c in arriving})
+    for c in arriving:
+        _rewind(c)
         # Prompt logprobs forbid cache hits, but these tokens were computed for this very request.
-        one.request.skip_reading_prefix_cache = False
-        _enqueue(replica, one.request)
+        c.request.skip_reading_prefix_cache = False
+        _enqueue(replica, c.request)
     with linear_time_admission(replica.scheduler):
         step = replica.scheduler.schedule()
     assert step.total_num_scheduled_tokens == 0, "a plan must not schedule tokens"
@@ -193,7 +195,7 @@ def _request_blocks(
 ) -> list[RequestBlocks]:
     """Old and new blocks of each request that migrates."""
     by_id = {c.request.request_id: c for c in carried}
-    found = []
+    blocks = []
     for target_replica, load in enumerate(loads):
         for request_id, target_blocks in load.blocks.items():
             request = by_id[request_id]
@@ -209,10 +211,10 @@ def _request_blocks(
                         f"request {request_id}, with {request.computed} tokens computed, has null "
                         f"blocks in group {group}, of {kind}"
                     )
-                found.append(
+                blocks.append(
                     RequestBlocks(request_id, replica.index, old, target_replica, new, group)
                 )
-    return found
+    return blocks
 
 
 def _carry_caches(
@@ -227,48 +229,48 @@ def _carry_caches(
     """Fill blocks that are left free with what is cached, in the order that `Carry.of` tells."""
     loaded = {id_ for load in loads for id_ in load.blocks}
     wanted = [
-        PlacedChain(hashes[:cached], one.replica, placement[one.request.request_id])
-        for one in carried
-        if one.reads_cache and one.request.request_id not in loaded
-        for hashes in [one.request.block_hashes]
-        if (cached := num_cached(active.replicas[one.replica], hashes))
+        PlacedChain(hashes[:cached], c.replica, placement[c.request.request_id])
+        for c in carried
+        if c.reads_cache and c.request.request_id not in loaded
+        for hashes in [c.request.block_hashes]
+        if (cached := num_cached(active.replicas[c.replica], hashes))
     ]
     if chains is not None:
         wanted += [
-            PlacedChain(chain, one.replica, placement[one.request.request_id])
-            for one in carried
-            if one.request.request_id in loaded
-            and (chain := _found_with_more(one, active.factory.kinds))
+            PlacedChain(chain, c.replica, placement[c.request.request_id])
+            for c in carried
+            if c.request.request_id in loaded
+            and (chain := _found_with_more(c, active.factory.kinds))
         ]
         wanted += place_chains(chains, active.replicas, active.layout, target)
     if not wanted:
         return []
     held: list[list[set[bytes]]] = [[set() for _ in replica.kinds] for replica in fresh]
-    for one in carried:
-        if one.request.request_id in loaded:
-            index = placement[one.request.request_id]
-            full = one.computed // fresh[index].scheduler.block_size
+    for c in carried:
+        if c.request.request_id in loaded:
+            index = placement[c.request.request_id]
+            full = c.computed // fresh[index].scheduler.block_size
             for kind, hashes in zip(fresh[index].kinds, held[index], strict=True):
-                first = kind.held(one.computed).start
-                hashes.update(one.request.block_hashes[first:full])
+                first = kind.held(c.computed).start
+                hashes.update(c.request.block_hashes[first:full])
     return carry_cached(wanted, held, active.replicas, fresh)
 
 
-def _found_with_more(one: Carried, kinds: Kinds) -> Chain:
+def _found_with_more(carried: Carried, kinds: Kinds) -> Chain:
     """The full blocks of a request whose KV moves; none if what moves is enough for a hit of them.
 
     A hit needs the window before their end. The request's own window has moved on since, and no
     longer has its first blocks."""
     size = block_size(kinds)
-    full = one.computed // size
-    if all(kind.held(full * size).start == kind.held(one.computed).start for kind in kinds):
+    full = carried.computed // size
+    if all(kind.held(full * size).start == kind.held(carried.computed).start for kind in kinds):
         return ()
-    return one.request.block_hashes[:full]
+    return carried.request.block_hashes[:full]
 
 
-def _rewind(one: Carried) -> None:
+def _rewind(carried: Carried) -> None:
     """Make a request look to its new scheduler like a preempted one, or leave it a new one."""
-    request = one.request
+    request = carried.request
     request.num_computed_tokens = 0
     request.spec_token_ids = []
     # Steps are counted by each scheduler for itself. A new one has not got as far, and would hold
@@ -280,7 +282,7 @@ def _rewind(one: Carried) -> None:
         request.status = RequestStatus.PREEMPTED
     elif request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
         # Carried by the previous switch, and not run since.
-        request.status = RequestStatus.PREEMPTED if one.started else RequestStatus.WAITING
+        request.status = RequestStatus.PREEMPTED if carried.started else RequestStatus.WAITING
 
 
 def _enqueue(replica: Replica, request: Request) -> None:

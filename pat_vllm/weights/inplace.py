@@ -160,7 +160,7 @@ class InPlaceShards(WeightStrategy):
             cut: rounds(self._order(cut, source).swaps_to(self._order(cut, target)))
             for cut in self._blocks
         }
-        made: list[list[RowSwap]] = []
+        row_swaps: list[list[RowSwap]] = []
         seen: set[int] = set()
         for weight in self._base.values():
             if weight.storage in seen:
@@ -168,16 +168,18 @@ class InPlaceShards(WeightStrategy):
             seen.add(weight.storage)  # of tied weights, one
             for cut in weight.cuts:
                 for i, swaps in enumerate(swaps_of.get(cut, ())):
-                    if i == len(made):
-                        made.append([])
-                    made[i] += [
-                        RowSwap(weight.tensor, one.a, one.b, one.length, cut.dim) for one in swaps
+                    if i == len(row_swaps):
+                        row_swaps.append([])
+                    row_swaps[i] += [
+                        RowSwap(weight.tensor, swap.a, swap.b, swap.length, cut.dim)
+                        for swap in swaps
                     ]
-        return prepare(made)
+        return prepare(row_swaps)
 
     def _order(self, cut: Cut, layout: Layout) -> RowOrder:
         """What lies where in a layout, along a dimension that is cut this way."""
         base, own = (
-            self._blocks[cut][cut.ways(self._places[one])] for one in (self._base_layout, layout)
+            self._blocks[cut][cut.ways(self._places[either])]
+            for either in (self._base_layout, layout)
         )
         return RowOrder.original(base.size, base.unit).bring(own)

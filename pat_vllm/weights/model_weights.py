@@ -305,13 +305,13 @@ def _check_match(weight: Weight, base: Weight) -> None:
             f"{base.cuts}, {base.tensor.dtype} for {base.place} and "
             f"{weight.cuts}, {weight.tensor.dtype} for {weight.place}"
         )
-    for one in (weight, base):
+    for checked in (weight, base):
         shape = list(base.tensor.shape)
-        for cut in one.cuts:
-            shape[cut.dim] = cut.shard(one.place).size
-        if list(one.tensor.shape) != shape:
+        for cut in checked.cuts:
+            shape[cut.dim] = cut.shard(checked.place).size
+        if list(checked.tensor.shape) != shape:
             raise ValueError(
-                f"{one.name} has shape {tuple(one.tensor.shape)} where its layer implies "
+                f"{checked.name} has shape {tuple(checked.tensor.shape)} where its layer implies "
                 f"{tuple(shape)}: this model cuts it in a way of its own, and cannot be used with "
                 "PAT"
             )
@@ -321,7 +321,7 @@ def _check_match(weight: Weight, base: Weight) -> None:
 def derive(weight: Weight, base: Weight) -> None:
     """Copy a weight's shard out of the base layout's, into the storage that it has."""
     shards = [cut.shard(weight.place) for cut in weight.cuts]
-    if any(sum(piece.length for piece in one.pieces) < one.size for one in shards):
+    if any(sum(piece.length for piece in shard.pieces) < shard.size for shard in shards):
         weight.tensor.zero_()
     copies = (
         pieces_of(shard, cut.shard(base.place))

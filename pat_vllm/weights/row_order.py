@@ -109,18 +109,18 @@ def rows_moved(swaps: Iterable[Swap]) -> int:
 
 def rounds(swaps: Iterable[Swap]) -> list[list[Swap]]:
     """Cut a sequence of swaps into rounds, each of different rows, so that it can run at once."""
-    made: list[list[Swap]] = []
+    disjoint: list[list[Swap]] = []
     for swap in swaps:
-        if not made or any(_overlap(swap, other) for other in made[-1]):
-            made.append([])
-        made[-1].append(swap)
-    return made
+        if not disjoint or any(_overlap(swap, other) for other in disjoint[-1]):
+            disjoint.append([])
+        disjoint[-1].append(swap)
+    return disjoint
 
 
-def _overlap(one: Swap, other: Swap) -> bool:
+def _overlap(swap: Swap, other: Swap) -> bool:
     return any(
-        x < y + other.length and y < x + one.length
-        for x in (one.a, one.b)
+        x < y + other.length and y < x + swap.length
+        for x in (swap.a, swap.b)
         for y in (other.a, other.b)
     )
 

@@ -78,13 +78,13 @@ class SuffixSpeculator(NgramGPUSpeculator):
         if known == self._known:
             return
         self._known = known
-        of_requests = [self._shelf.ids_of(one) for one in request_ids]
+        of_requests = [self._shelf.ids_of(request_id) for request_id in request_ids]
         texts: dict[RowIds, torch.Tensor] = {}
-        for one, ids in zip(request_ids, of_requests, strict=True):
+        for request_id, ids in zip(request_ids, of_requests, strict=True):
             if ids in self._texts:
                 texts[ids] = self._texts[ids]
             elif ids not in texts:
-                texts[ids] = self._on_device(self._shelf.text_of(one))
+                texts[ids] = self._on_device(self._shelf.text_of(request_id))
         self._texts = texts
         rows = [(texts[ids].data_ptr(), len(texts[ids])) for ids in of_requests]
         self._others[: len(rows)] = self._on_device(np.array(rows, np.int64).reshape(-1, 2))

@@ -72,7 +72,7 @@ class PATGPUWorker(PATWorkerMixin, MakesModelRunner, Worker):
         if self.rank == 0:
             every = self._runtimes.items()
             for line in what_slows(
-                (str(one), runtime.runner.get_model()) for one, runtime in every
+                (str(layout), runtime.runner.get_model()) for layout, runtime in every
             ):
                 logger.info(line)
         if len(self._runtimes) > 1 and self.vllm_config.model_config.enable_cumem_allocator:

@@ -85,11 +85,11 @@ def gather_states(
     """
     if not command.placement or not handover.keeps_states:
         return {}
-    mine: dict[str, RequestState] = {}
+    taken: dict[str, RequestState] = {}
     if command.source.tp_rank_of(rank) == 0:
-        mine = handover.take(runner, command.placement)
+        taken = handover.take(runner, command.placement)
     gathered: list[dict[str, RequestState]] = [{}] * command.source.world_size
-    dist.all_gather_object(gathered, mine, group=group)
+    dist.all_gather_object(gathered, taken, group=group)
     replica = command.target.replica_of(rank)
     return {
         request_id: state

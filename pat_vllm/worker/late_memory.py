@@ -49,22 +49,22 @@ def measure_buffers(
     Returns:
         Bytes by layout, and the workspace of the base layout's attention, which the others use.
     """
-    found: list[int] = []
+    sizes: list[int] = []
     workspace: torch.Tensor | None = None
     for runtime in runtimes:
         enter(runtime)
         free = _free_bytes()
         with set_current_vllm_config(runtime.config), use_attention_workspace(workspace):
             _start_smallest_kv_cache(runtime.runner)
-        if not found:
+        if not sizes:
             workspace = attention_workspace(runtime.runner)
         storages = (view.untyped_storage() for view in runtime.runner.kv_caches)
-        kv_cache = sum({one.data_ptr(): one.nbytes() for one in storages}.values())
-        found.append(max(0, free - _free_bytes() - kv_cache))
+        kv_cache = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+        sizes.append(max(0, free - _free_bytes() - kv_cache))
     for runtime in runtimes:
         enter(runtime)
         _end_smallest_kv_cache(runtime.runner)
-    return found, workspace
+    return sizes, workspace
 
 
 def measure_graphs(
@@ -82,7 +82,7 @@ def measure_graphs(
         workspace: of attention, from `measure_buffers`.
         stream: on which graphs are captured for good.
     """
-    found = []
+    sizes = []
     with (
         capture_on(stream),
         _kept_graph_pool(stream),
@@ -91,8 +91,8 @@ def measure_graphs(
         for runtime in runtimes:
             enter(runtime)
             captures = runtime.config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE
-            found.append(runtime.runner.profile_cudagraph_memory() if captures else 0)
-    return found
+            sizes.append(runtime.runner.profile_cudagraph_memory() if captures else 0)
+    return sizes
 
 
 def staged_by_switches(runtimes: Mapping[Layout, LayoutRuntime]) -> float:

@@ -74,9 +74,9 @@ def _of_code(engine: VllmConfig, layout: Layout) -> dict[str, Any]:
     options = engine.additional_config
     assert isinstance(options, dict)
     return {
-        **{name: one for name, one in options.items() if name not in ("pat", CHOSEN)},
+        **{name: value for name, value in options.items() if name not in ("pat", CHOSEN)},
         LAYOUT: str(layout),
-        "pat_layouts": [str(one) for one in layouts_of(engine)],
+        "pat_layouts": [str(each_layout) for each_layout in layouts_of(engine)],
         "pat_weights": resolve_weights(engine),
     }
 
@@ -260,7 +260,7 @@ def kinds_of(base_config: KVCacheConfig, base: Layout, num_kv_heads: int) -> tup
     Raises:
         ValueError: layouts cannot share these groups.
     """
-    found = []
+    kinds = []
     for group in base_config.kv_cache_groups:
         spec = group.kv_cache_spec
         if (served_by := class_of(spec)) is None:
@@ -273,14 +273,14 @@ def kinds_of(base_config: KVCacheConfig, base: Layout, num_kv_heads: int) -> tup
                 f"cache of {spec.num_heads} on each of {base.tp} ranks: this model cannot be used "
                 "with PAT"
             )
-        found.append(kind)
-    if len({kind.block_size for kind in found if not kind.padded}) > 1:
-        sizes = ", ".join(str(kind.block_size) for kind in found)
+        kinds.append(kind)
+    if len({kind.block_size for kind in kinds if not kind.padded}) > 1:
+        sizes = ", ".join(str(kind.block_size) for kind in kinds)
         raise ValueError(
             f"PAT needs blocks of the same number of tokens in all layers, and these have {sizes}: "
             "this model cannot be used with PAT"
         )
-    return tuple(found)
+    return tuple(kinds)
 
 
 def block_ratio(layout: Layout, base: Layout, kinds: Kinds) -> int:

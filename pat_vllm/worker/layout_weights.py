@@ -72,7 +72,7 @@ class LayoutWeights:
             raise RuntimeError(
                 "the weights of this engine cannot be updated: vLLM has packed them for its CPU "
                 "kernels and freed the plain ones, from which those of the layouts "
-                f"{', '.join(str(one.layout) for one in self._runtimes)} are derived. Updates need "
+                f"{', '.join(str(r.layout) for r in self._runtimes)} are derived. Updates need "
                 "a GPU, or one layout: pat.layouts=[N] with pat.base_tp=N."
             )
 
@@ -95,7 +95,7 @@ class LayoutWeights:
         """
         if len(self._runtimes) == 1 or self._packed:
             return True
-        base, *others = (one.runner.get_model() for one in self._runtimes)
+        base, *others = (runtime.runner.get_model() for runtime in self._runtimes)
         # Attention layers have buffers only, which come back with the finish.
         if any(tensor.is_meta for tensor in chain(base.parameters(), base.buffers())):
             return False
@@ -118,6 +118,6 @@ def renew_absorbed(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, MLAAttention):
             source = module.kv_b_proj.weight.untyped_storage().data_ptr()
-            made = list(module.parameters(recurse=False))
-            if any(tensor.untyped_storage().data_ptr() != source for tensor in made):
-                module.process_weights_after_loading(made[0].dtype)
+            absorbed = list(module.parameters(recurse=False))
+            if any(tensor.untyped_storage().data_ptr() != source for tensor in absorbed):
+                module.process_weights_after_loading(absorbed[0].dtype)

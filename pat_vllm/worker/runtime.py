@@ -62,7 +62,9 @@ class LayoutRuntime:
     @property
     def _attention_layers(self) -> dict[str, AttentionLayerBase]:
         layers = self.config.compilation_config.static_forward_context
-        return {name: one for name, one in layers.items() if isinstance(one, AttentionLayerBase)}
+        return {
+            name: layer for name, layer in layers.items() if isinstance(layer, AttentionLayerBase)
+        }
 
     def check_kv_cache_specs(self, specs: Mapping[str, KVCacheSpec]) -> None:
         """Check that layouts can share a KV cache of these specs, by layer.

@@ -143,7 +143,7 @@ def decode_step(
     step.num_scheduled_tokens = dict.fromkeys(ids, 1 + drafts)
     step.total_num_scheduled_tokens = len(ids) * (1 + drafts)
     if drafts:
-        step.scheduled_spec_decode_tokens = {one: [1] * drafts for one in ids}
+        step.scheduled_spec_decode_tokens = {request_id: [1] * drafts for request_id in ids}
     return step
 
 
@@ -163,10 +163,10 @@ def synthetic_kv(
     Args:
         num_blocks: KV blocks that a replica of either layout has at least.
     """
-    found = []
+    blocks = []
     for i, group in product(range(max(source.replicas, target.replicas)), range(len(kinds))):
         taken, block = FIRST_BLOCK + group, FIRST_BLOCK + i // target.replicas * len(kinds) + group
         if block < num_blocks:
             where = i % source.replicas, (taken,), i % target.replicas, (block,), group
-            found.append(RequestBlocks(f"pat-warm-up-{i}", *where))
-    return found
+            blocks.append(RequestBlocks(f"pat-warm-up-{i}", *where))
+    return blocks

@@ -42,7 +42,7 @@ MUTATIONS = mutations({
         ("an id that comes again has rows in a wider group", "scheduler.draft_rows:DraftRows.moved", "self._rows, self._id_again", "self._rows"),
         ("an id that comes again has the rows of the request before", "scheduler.draft_rows:DraftRows.arrived", "            self._changed.add(request.request_id)\n", "            pass\n"),
         ("a rank that lacks a row is not sent it", "scheduler.draft_rows:DraftRows.update", "if not all(", "if not any("),
-        ("what has ended stays on the shelves", "scheduler.draft_rows:DraftRows.update", "if one not in here", "if False"),
+        ("what has ended stays on the shelves", "scheduler.draft_rows:DraftRows.update", "if id_ not in here", "if False"),
         ("what is not scheduled is told of", "scheduler.draft_rows:DraftRows.update", "self._changed.intersection(step.num_scheduled_tokens)", "set(self._changed)"),
     ],
     "tests/unit/advice/test_drafts.py": [
@@ -53,7 +53,7 @@ MUTATIONS = mutations({
     "tests/vllm/kernels/test_suffix.py": [
         ("kernels reach over the beginning", "kernels.suffix:score_kernel", "inside = alive & (back >= 0)", "inside = alive"),
         ("kernels take the first place", "kernels.suffix:score_kernel", "score = (match << BITS) + place + 1", "score = (match << BITS) + count - place"),
-        ("kernels draft over the end of a text", "kernels.suffix:draft_kernel", "(ended == 0) & (score > 0)", "(found != BETWEEN) & (score > 0)"),
+        ("kernels draft over the end of a text", "kernels.suffix:draft_kernel", "(ended == 0) & (score > 0)", "(copied != BETWEEN) & (score > 0)"),
         ("kernels prefer other texts", "kernels.suffix:score_kernel", "            score += OWN\n", "            score += OWN - OWN\n"),
         ("texts are looked through for no drafts", "worker.drafter_v1:SuffixProposer.batch_propose", "if room <= 0:", "if False:"),
         ("short matches draft long", "worker.drafter_v1:SuffixProposer.batch_propose", "min(count, match)", "count"),

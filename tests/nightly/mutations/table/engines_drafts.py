@@ -42,7 +42,7 @@ MUTATIONS = mutations({
         ("V2: each layout has token ids of its own", "patches.runners:token_ids_of", '"StagedWriteTensor", take', '"StagedWriteTensor", make'),
     ],
     "tests/engine/v2/test_pairs.py::test_every_ordered_pair_when_kv_is_computed_again": [
-        ("tokens left behind count as computed", "scheduler.switch_plan:_rewind", "request.num_computed_tokens = 0", "request.num_computed_tokens = 0 if one.migrates else max(0, one.computed - 1)"),
+        ("tokens left behind count as computed", "scheduler.switch_plan:_rewind", "request.num_computed_tokens = 0", "request.num_computed_tokens = 0 if carried.migrates else max(0, carried.computed - 1)"),
     ],
     "tests/engine/v2/test_drafts.py::test_every_ordered_pair_of_layouts": [
         ("drafts are kept between kinds of experts", "patches.schedulers:queue_with_blocks", "request.spec_token_ids = []", "pass"),

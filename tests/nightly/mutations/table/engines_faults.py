@@ -28,7 +28,7 @@ MUTATIONS = mutations({
         ("an engine core is killed while it ends", "patches.dead_engine:end_in_order", "signal.SIG_IGN if action is signal.SIG_DFL else action", "action"),
     ],
     "tests/vllm/executor/test_lanes.py::test_what_killed_workers_leave_is_removed": [
-        ("the file where killed workers have met stays", "executor.leftovers:Leftovers.add", 'self._rendezvous.add(Path(made.met_at.removeprefix("file://")))', "pass"),
+        ("the file where killed workers have met stays", "executor.leftovers:Leftovers.add", 'self._rendezvous.add(Path(resources.met_at.removeprefix("file://")))', "pass"),
     ],
     "tests/engine/test_faults.py::test_requests_that_find_no_room_are_recomputed": [
         ("the report counts what was planned to be recomputed", "scheduler.switch:_report", "sum(1 for c in plan.carried if c.computed) - migrated", "sum(1 for c in plan.carried if c.computed and not c.migrates)"),

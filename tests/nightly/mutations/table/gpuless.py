@@ -29,7 +29,7 @@ MUTATIONS = mutations({
         ("policies have code of their own", "worker.layout_config:_of_code", 'name not in ("pat", CHOSEN)', "name != CHOSEN"),
         ("what is said of the choice is code", "worker.layout_config:_of_code", '("pat", CHOSEN)', '("pat",)'),
         ("weights are left out of the key", "worker.layout_config:_of_code", '"pat_weights": resolve_weights(engine),', ""),
-        ("the other layouts are left out of the key", "worker.layout_config:_of_code", '"pat_layouts": [str(one) for one in layouts_of(engine)],', ""),
+        ("the other layouts are left out of the key", "worker.layout_config:_of_code", '"pat_layouts": [str(each_layout) for each_layout in layouts_of(engine)],', ""),
     ],
     "tests/gpuless/test_compiled_kernels.py::test_beyond_2_31_words": [
         ("rows are counted in 32 bits", "kernels.device:copy_runs_kernel", "tl.program_id(0).to(tl.int64) * ROWS", "tl.program_id(0) * ROWS"),
@@ -93,7 +93,7 @@ MUTATIONS = mutations({
         ("loaders: shards are copied on another stream", "weights.model_weights:derive", "into.copy_(", "with torch.cuda.stream(torch.cuda.Stream()): into.copy_("),
         ("outputs: are read before they are there", "executor.lanes:_reply_to", "output = output.get_output()", "output.sampled_token_ids.tolist(); output = output.get_output()"),
         ("row swaps: on another stream", "weights.inplace:InPlaceShards.arrange", "move.run()", "with torch.cuda.stream(torch.cuda.Stream()): move.run()"),
-        ("row swaps: all rounds at once", "weights.row_order:rounds", "not made or any", "not made or False and any"),
+        ("row swaps: all rounds at once", "weights.row_order:rounds", "not disjoint or any", "not disjoint or False and any"),
         ("row swaps: sleep does not wait", "worker.updates:WeightUpdatesMixin.sleep", "self._synchronize_device()", "pass"),
         ("side stream: is not waited for", "worker.worker:PATWorkerMixin.pat_switch", "self._side.wait()", "pass"),
     ],
@@ -149,7 +149,7 @@ MUTATIONS = mutations({
         ("all rows for few requests", "patches.runners:token_ids_of", "shared.gpu[: size[0]]", "shared.gpu"),
         ("rows of tokens for requests", "worker.runtime:largest_first", "if runtime.config.use_v2_model_runner", "if False"),
         ("V2 gathers nothing", "worker.handover:gather_states", " or not handover.keeps_states", ""),
-        ("a rank decides for itself", "worker.handover:gather_states", "gathered: list", "if not mine:\n        return {}\n    gathered: list"),
+        ("a rank decides for itself", "worker.handover:gather_states", "gathered: list", "if not taken:\n        return {}\n    gathered: list"),
     ],
     "tests/gpuless/test_replaced.py": [
         ("what is replaced of vLLM is not listed", "tests.gpuless.rank:live", 'replace(gpu_worker.Worker, "compile_or_warm_up_model", capture)', "gpu_worker.Worker.compile_or_warm_up_model = capture"),

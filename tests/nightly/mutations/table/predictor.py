@@ -123,7 +123,7 @@ MUTATIONS = mutations({
     "tests/unit/weights/test_row_order.py": [
         ("swaps lead the other way", "weights.row_order:RowOrder.swaps_to", "list(self.units), dict(enumerate(other.units))", "list(other.units), dict(enumerate(self.units))"),
         ("joined swaps overlap", "weights.row_order:_joined", "last.length < abs(last.a - last.b)", "True"),
-        ("swaps of the same rows share a round", "weights.row_order:rounds", "any(_overlap(swap, other) for other in made[-1])", "False"),
+        ("swaps of the same rows share a round", "weights.row_order:rounds", "any(_overlap(swap, other) for other in disjoint[-1])", "False"),
         ("a block lies where most rows move", "weights.row_order:block_of", "return min(blocks", "return max(blocks"),
     ],
     "tests/unit/kv_transfer/test_plan.py": [
