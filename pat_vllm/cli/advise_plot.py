@@ -24,14 +24,14 @@ def plot_advice(advice: Advice, path: Path) -> None:
     iteration in every configuration below."""
     kind = "modelled" if advice.modelled else "simulated"
     shown = advice.shown
-    last = (advice.results[one][-1] for one in (advice.ours, advice.static))
-    ours, static = (Run(one, one.began, one.seconds) for one in last)
+    last = (advice.results[choice][-1] for choice in (advice.ours, advice.static))
+    ours, static = (Run(report, report.began, report.seconds) for report in last)
     figure, (above, below) = new_figure([4.7, 0.3 * len(shown) + 0.5], same_time=False)
     figure.suptitle(f"{heading(advice)}\n{verdict(advice)}", fontsize=9, wrap=True)
 
     colour = layout_colours(advice.rollouts.profile.layouts)
     used = {layout for layout, _, _ in ours.spans}
-    bands = layout_bands(above, ours.spans, {one: colour[one] for one in sorted(used)})
+    bands = layout_bands(above, ours.spans, {layout: colour[layout] for layout in sorted(used)})
     for label, run, shade in (("best static", static, _STATIC), ("PAT", ours, SWITCH_COLOUR)):
         draw_live(above, run.live, color=shade, label=f"{label}: {run.seconds:.1f} s ({kind})")
     scale_live(above, len(advice.rollouts.batches[-1]))

@@ -112,7 +112,7 @@ def run_demo(options: DemoOptions) -> None:
 def disagreement(results: Runs) -> str | None:
     """Where outputs differ from the first run's, or None if all agree token by token."""
     reference, (expected, *_) = results[0]
-    for contender, result in ((way, one) for way, runs in results for one in runs):
+    for contender, result in ((way, run) for way, runs in results for run in runs):
         pairs = list(enumerate(zip(expected.outputs, result.outputs, strict=True)))
         if differing := [(i, a, b) for i, (a, b) in pairs if a != b]:
             request, a, b = differing[0]
@@ -130,12 +130,12 @@ def disagreement(results: Runs) -> str | None:
 
 def typical(runs: Sequence[RunResult]) -> RunResult:
     """The run whose time is the median; of an even number, the faster of the two."""
-    return sorted(runs, key=lambda one: one.seconds)[(len(runs) - 1) // 2]
+    return sorted(runs, key=lambda run: run.seconds)[(len(runs) - 1) // 2]
 
 
 def spread(runs: Sequence[RunResult]) -> float:
     """By how much the times of the same work differ, relative to the typical one."""
-    seconds = [one.seconds for one in runs]
+    seconds = [run.seconds for run in runs]
     return (max(seconds) - min(seconds)) / typical(runs).seconds
 
 
@@ -146,28 +146,28 @@ def table_rows(results: Runs) -> list[tuple[str, ...]]:
         (
             contender.label,
             contender.layouts,
-            f"{one.seconds:.2f}",
+            f"{result.seconds:.2f}",
             f"{spread(runs):.0%}",
-            f"{one.seconds / best_static:.2f}",
+            f"{result.seconds / best_static:.2f}",
             str(len(switches)),
-            f"{1e3 * sum(one.seconds for one in switches):.0f}" if switches else "-",
+            f"{1e3 * sum(switch.seconds for switch in switches):.0f}" if switches else "-",
         )
         for contender, runs in results
-        for one in (typical(runs),)
-        for switches in (one.run.switches,)
+        for result in (typical(runs),)
+        for switches in (result.run.switches,)
     ]
 
 
 def verdict(results: Runs) -> str:
     """In a sentence, whether switching paid, as far as the figures can say."""
     *static, (_, switching) = results
-    best, of_best = min(static, key=lambda one: typical(one[1]).seconds)
+    best, of_best = min(static, key=lambda pair: typical(pair[1]).seconds)
     ours, theirs = typical(switching), typical(of_best)
     if not ours.run.switches:
         return "The live switch did not happen: the batch never came down to the threshold."
-    busiest, runs = max(results, key=lambda one: spread(one[1]))
+    busiest, runs = max(results, key=lambda pair: spread(pair[1]))
     if spread(runs) > _MOST_SPREAD:
-        seconds = [one.seconds for one in runs]
+        seconds = [run.seconds for run in runs]
         return (
             f"The machine was busy with other work: '{busiest.label}' took {min(seconds):.2f} to "
             f"{max(seconds):.2f} s for the same batch. These figures cannot be compared; try again "
@@ -198,9 +198,9 @@ def speed(result: RunResult) -> str:
 def drafts_of(results: Runs) -> str:
     """In a sentence, how long drafts were in each way, and how many were accepted."""
     shown = [(contender, typical(runs).run) for contender, runs in results]
-    lengths = {sample.num_speculative_tokens for _, one in shown for sample in one.drafts}
+    lengths = {sample.num_speculative_tokens for _, run in shown for sample in run.drafts}
     accepted = ", ".join(
-        f"'{contender.label}' {one.acceptance:.0%} of {one.drafted}" for contender, one in shown
+        f"'{contender.label}' {run.acceptance:.0%} of {run.drafted}" for contender, run in shown
     )
     ks = ", ".join(map(str, sorted(lengths)))
     return f"n-gram drafts, k = {ks}: accepted in {accepted} tokens."
@@ -226,8 +226,8 @@ def show(console: Console, results: Runs) -> None:
     run = typical(results[-1][1]).run
     if run.drafts:
         console.print(drafts_of(results))
-    for one in run.switches:
-        console.print(f"switch {switch_in_words(one, run.began)}", soft_wrap=True)
+    for switch in run.switches:
+        console.print(f"switch {switch_in_words(switch, run.began)}", soft_wrap=True)
 
 
 def demo(console: Console, options: DemoOptions) -> bool:
@@ -255,8 +255,8 @@ def demo(console: Console, options: DemoOptions) -> bool:
     lengths = demo_batch.response_lengths(requests, options.max_tokens, seed)
     short = [max(2, round(length * demo_batch.WARM_UP_SHARE)) for length in lengths]
     batch, warm_up = (
-        demo_batch.make_batch(some, config["vocab_size"], options.sampling_temperature, first)
-        for some, first in ((lengths, seed), (short, seed + 1))
+        demo_batch.make_batch(num_tokens, config["vocab_size"], options.sampling_temperature, first)
+        for num_tokens, first in ((lengths, seed), (short, seed + 1))
     )
     mixture = Mixture.from_config(config)
     table = demo_batch.schedule(ranks, options.switch_at, mixture)
@@ -268,7 +268,7 @@ def demo(console: Console, options: DemoOptions) -> bool:
         batch,
         warm_up,
         options.draft_length,
-        tuple(one.way for one in ways),
+        tuple(contender.way for contender in ways),
         options.rounds,
     )
     bind = environment(ranks)["VLLM_CPU_OMP_THREADS_BIND"]
@@ -280,7 +280,7 @@ def demo(console: Console, options: DemoOptions) -> bool:
         f"longest {', '.join(map(str, ordered[:3]))}; "
         f"temperature {options.sampling_temperature:g}, seed {seed}"
     )
-    results: list[tuple[Contender, list[RunResult]]] = [(one, []) for one in ways]
+    results: list[tuple[Contender, list[RunResult]]] = [(contender, []) for contender in ways]
     made = 0
     with console.status("starting an engine and warming up") as status:
 
@@ -292,7 +292,9 @@ def demo(console: Console, options: DemoOptions) -> bool:
                 console.print(f"  engine started in {result.start_seconds:.0f} s")
             results[way][1].append(result)
             if way + 1 == len(ways):
-                seconds = [f"{one.label} {runs[-1].seconds:.2f} s" for one, runs in results]
+                seconds = [
+                    f"{contender.label} {runs[-1].seconds:.2f} s" for contender, runs in results
+                ]
                 console.print(f"  round {number + 1} of {options.rounds}: {', '.join(seconds)}")
             upcoming = ways[made % len(ways)].label
             status.update(f"round {made // len(ways) + 1} of {options.rounds}: {upcoming}")
@@ -305,7 +307,7 @@ def demo(console: Console, options: DemoOptions) -> bool:
         f"One long-tail batch, {len(results)} ways: {len(batch.prompts)} requests, "
         f"{batch.tokens:,} tokens, {ranks} ranks"
     )
-    shown = [(one.label, typical(runs)) for one, runs in results]
+    shown = [(contender.label, typical(runs)) for contender, runs in results]
     plot_runs(title, [(name, speed(result), result.run) for name, result in shown], options.output)
     console.print(f"\nplot: {options.output}", soft_wrap=True)
     console.print(verdict(results))

@@ -118,11 +118,11 @@ def show(console: Console, report: Report) -> None:
     table.add_column("s", justify="right")
     for stage in report.stages:
         for check in stage.checks:
-            found = escape(check.found)
+            cell = escape(check.found)
             if check.problem is not None:
-                found = f"[bold red]{escape(check.problem)}[/]"
+                cell = f"[bold red]{escape(check.problem)}[/]"
             seconds = f"{check.seconds:.1f}" if check.seconds else ""
-            table.add_row(stage.name, escape(check.name), found, seconds)
+            table.add_row(stage.name, escape(check.name), cell, seconds)
     console.print(table)
     if (failed := report.failed) is not None and failed.log:
         console.print(f"Last lines of '{failed.name}':")

@@ -109,11 +109,11 @@ class RunFailed(RuntimeError):
     """An engine process failed; the message ends with the last lines that it wrote."""
 
 
-def run(spec: RunSpec, told: Callable[[RunResult], object]) -> None:
+def run(spec: RunSpec, on_result: Callable[[RunResult], object]) -> None:
     """Serve a batch in a new process: round by round, in each way.
 
     Args:
-        told: called with each result.
+        on_result: called with each result.
 
     Raises:
         RunFailed: the process ended before the last result.
@@ -124,7 +124,7 @@ def run(spec: RunSpec, told: Callable[[RunResult], object]) -> None:
         nonlocal left
         if "answer" in event:
             left -= 1
-            told(RESULT.validate_python(event["answer"]))
+            on_result(RESULT.validate_python(event["answer"]))
 
     variables = environment(spec.engine["tensor_parallel_size"])
     request = SPEC.dump_json(spec).decode()

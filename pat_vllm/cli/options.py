@@ -47,7 +47,10 @@ def options_of(model: Callable[..., Any]) -> Callable[[Callable[..., None]], Cal
                 raise failed(error) from error
 
         # What Typer reads.
-        options = [one.replace(kind=one.KEYWORD_ONLY) for one in (*of_model.values(), *further)]
+        options = [
+            parameter.replace(kind=parameter.KEYWORD_ONLY)
+            for parameter in (*of_model.values(), *further)
+        ]
         command.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
         return command
 

@@ -206,7 +206,7 @@ def measured_before(
         profile.check(key, path)
     except ProfileError as error:
         raise ProfileError(f"{error}. Or delete the file, or choose another --output") from None
-    return [one for one in profile.steps if not unsettled(one)], [*profile.switches]
+    return [step for step in profile.steps if not unsettled(step)], [*profile.switches]
 
 
 def unmeasured(
@@ -284,7 +284,9 @@ def show(console: Console, profile: Profile) -> None:
         return
     for layout, fit in fits.items():
         if errors := sorted(fit.with_residual if fit.learned else fit.roofline):
-            means = [statistics.mean(one) for one in (errors, fit.roofline, fit.with_residual)]
+            means = [
+                statistics.mean(values) for values in (errors, fit.roofline, fit.with_residual)
+            ]
             console.print(
                 f"{layout}: {len(errors)} held-out steps are predicted within {means[0]:.1%} on "
                 f"average, nine in ten within {errors[int(0.9 * (len(errors) - 1))]:.1%}, by the "

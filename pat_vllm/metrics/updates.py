@@ -105,4 +105,4 @@ class Updates:
 
 def updates_of(taken: Mapping[str, Any]) -> list[Update]:
     """Inverse of `Updates.take`."""
-    return [Update(*one) for one in taken["updates"]]
+    return [Update(*fields) for fields in taken["updates"]]

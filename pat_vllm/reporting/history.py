@@ -125,17 +125,17 @@ class History:
     ) -> None:
         """Note what a replica's step did with drafts; for the arguments, see `DraftSample`."""
         with self._lock:
-            one = self._counting.get(replica)
+            sample = self._counting.get(replica)
             if (
-                one is not None
-                and (one.layout, one.num_speculative_tokens) == (layout, length)
-                and at - one.at < _DRAFT_SECONDS
+                sample is not None
+                and (sample.layout, sample.num_speculative_tokens) == (layout, length)
+                and at - sample.at < _DRAFT_SECONDS
             ):
-                self._counting[replica] = one.plus(counts)
+                self._counting[replica] = sample.plus(counts)
                 return
             self._counting[replica] = DraftSample(at, layout, replica, length, 1, *counts)
-            if one is not None:
-                self._drafts.append(one)
+            if sample is not None:
+                self._drafts.append(sample)
 
     def idle(self) -> None:
         """No request is left: the steps of the next ones are counted apart."""
@@ -165,8 +165,8 @@ class History:
         """
         with self._lock:
             steps = [
-                (one, times.count, times.seconds, tuple(times.recent))
-                for one, times in self._steps.items()
+                (step_layout, times.count, times.seconds, tuple(times.recent))
+                for step_layout, times in self._steps.items()
             ]
             drafts = [d for d in (*self._drafts, *self._counting.values()) if d.at >= since]
         return Report(
@@ -177,8 +177,8 @@ class History:
             timeline=self._timeline.since(since),
             drafts=tuple(sorted(drafts, key=_at)),
             steps={
-                one: LayoutSteps(count, seconds, statistics.median(recent))
-                for one, count, seconds, recent in steps
+                step_layout: LayoutSteps(count, seconds, statistics.median(recent))
+                for step_layout, count, seconds, recent in steps
             },
             errors=self._errors,
             chosen=self._chosen,

@@ -79,9 +79,11 @@ def layout_bands(axes: Axes, spans: Iterable[Span], colour: Mapping[Layout, str]
     for layout, start, stop in spans:
         axes.axvspan(start, stop, color=colour[layout], alpha=0.13, linewidth=0)
     entries = []
-    for one, shade in colour.items():
-        groups = "one group" if one.replicas == 1 else f"{one.replicas} replicas"
-        label = f"layout {one}: {groups} of tp={one.tp}"
+    for legend_layout, shade in colour.items():
+        groups = (
+            "one group" if legend_layout.replicas == 1 else f"{legend_layout.replicas} replicas"
+        )
+        label = f"layout {legend_layout}: {groups} of tp={legend_layout.tp}"
         entries.append(Patch(color=shade, alpha=0.35, label=label))
     return entries
 
@@ -112,10 +114,10 @@ def draw_drafts(
 ) -> None:
     """Draft length (left) and accepted share (right) over time, in intervals of `width` seconds."""
     means = drafts_over_time(samples, began, width)
-    ends = [min(one.end, seconds) for one in means]
-    for one, end in zip(means, ends, strict=True):
-        axes.hlines(one.num_speculative_tokens, one.start, end, SWITCH_COLOUR, linewidth=2.2)
-    axes.set_ylim(0, 1.15 * max(1.0, *(one.num_speculative_tokens for one in means)))
+    ends = [min(mean.end, seconds) for mean in means]
+    for mean, end in zip(means, ends, strict=True):
+        axes.hlines(mean.num_speculative_tokens, mean.start, end, SWITCH_COLOUR, linewidth=2.2)
+    axes.set_ylim(0, 1.15 * max(1.0, *(mean.num_speculative_tokens for mean in means)))
     axes.set_ylabel("draft length k")
     axes.set_title(
         "mean draft length (lines) and accepted share of the drafts (dots), "
@@ -124,10 +126,10 @@ def draw_drafts(
         loc="left",
     )
     shares = axes.twinx()
-    for one, end in zip(means, ends, strict=True):
-        if one.acceptance is not None:
-            middle = 0.5 * (one.start + end)
-            shares.plot(middle, one.acceptance, "o", color=ACCEPTANCE_COLOUR, markersize=4)
+    for mean, end in zip(means, ends, strict=True):
+        if mean.acceptance is not None:
+            middle = 0.5 * (mean.start + end)
+            shares.plot(middle, mean.acceptance, "o", color=ACCEPTANCE_COLOUR, markersize=4)
     shares.set_ylim(0, 1.15)
     shares.set_yticks([0, 0.5, 1], ["0%", "50%", "100%"], color=ACCEPTANCE_COLOUR)
     shares.spines["top"].set_visible(False)
@@ -152,10 +154,10 @@ def plot_report(report: Report, path: Path) -> None:
     _draw_replicas(above, run)
     draw_live(above, run.live, color=SWITCH_COLOUR, linewidth=2.0, label="live requests")
     most = max(sample.num_seqs for sample in report.timeline)
-    for number, one in enumerate(switches):
-        draw_switch(above, one.at - run.began, one.seconds, end)
+    for number, switch in enumerate(switches):
+        draw_switch(above, switch.at - run.began, switch.seconds, end)
         if len(switches) <= _MOST_NOTES:
-            _note(above, one, run, most / 2 ** (number % 2))
+            _note(above, switch, run, most / 2 ** (number % 2))
     scale_live(above, most)
     lines, _ = above.get_legend_handles_labels()
     if drafts:
@@ -208,7 +210,11 @@ def _draw_replicas(axes: Axes, run: Run) -> None:
 
 def _draw_costs(axes: Axes, run: Run) -> None:
     """What switches took and were to save, and what was saved in each batch."""
-    fired = [one for one in run.report.predictor.decisions if one.fired and one.at >= run.began]
+    fired = [
+        decision
+        for decision in run.report.predictor.decisions
+        if decision.fired and decision.at >= run.began
+    ]
     savings = run.savings
     kinds: list[tuple[str, list[tuple[float, float]], dict[str, Any]]] = [
         (

@@ -30,14 +30,14 @@ class Run:
         """From the first request until the last thing that the report has."""
         timeline = report.timeline
         first = timeline[0].at if timeline else 0.0
-        began = next((one.at for one in timeline if one.num_seqs), first)
+        began = next((sample.at for sample in timeline if sample.num_seqs), first)
         last = [
-            *(one.at for one in timeline[-1:]),
-            *(one.at + one.seconds for one in report.switches[-1:]),
-            *(one.at for one in report.drafts[-1:]),
-            *(one.at for one in report.predictor.savings[-1:]),
+            *(sample.at for sample in timeline[-1:]),
+            *(switch.at + switch.seconds for switch in report.switches[-1:]),
+            *(sample.at for sample in report.drafts[-1:]),
+            *(batch.at for batch in report.predictor.savings[-1:]),
         ]
-        return cls(report, began, max([one - began for one in last if one > began], default=1.0))
+        return cls(report, began, max([at - began for at in last if at > began], default=1.0))
 
     def during(self, at: float) -> bool:
         """Whether a time on the report's clock lies in it."""
@@ -47,18 +47,20 @@ class Run:
     def switches(self) -> tuple[SwitchReport, ...]:
         """Those of the report while requests were running; returns of an idle engine left out."""
         return tuple(
-            one for one in self.report.switches if self.during(one.at) and one.reason != "idle"
+            switch
+            for switch in self.report.switches
+            if self.during(switch.at) and switch.reason != "idle"
         )
 
     @property
     def savings(self) -> tuple[BatchSavings, ...]:
         """Of batches that ended."""
-        return tuple(one for one in self.report.predictor.savings if self.during(one.at))
+        return tuple(batch for batch in self.report.predictor.savings if self.during(batch.at))
 
     @property
     def drafts(self) -> tuple[DraftSample, ...]:
         """The report's samples of drafts."""
-        return tuple(one for one in self.report.drafts if self.during(one.at))
+        return tuple(sample for sample in self.report.drafts if self.during(sample.at))
 
     @property
     def drafted(self) -> int:
@@ -76,17 +78,17 @@ class Run:
 
         There are none after a batch has ended, and where the engine was idle.
         """
-        counts = [(one.at, one.num_seqs) for one in self.report.timeline]
-        counts += [(one.at, 0) for one in self.report.switches if one.reason == "idle"]
-        counts += [(one.at, 0) for one in self.savings]
+        counts = [(sample.at, sample.num_seqs) for sample in self.report.timeline]
+        counts += [(switch.at, 0) for switch in self.report.switches if switch.reason == "idle"]
+        counts += [(batch.at, 0) for batch in self.savings]
         live = sorted((at - self.began, count) for at, count in counts if self.during(at))
         return (*live, (self.seconds, live[-1][1]))
 
     @property
     def spans(self) -> tuple[Span, ...]:
         """Layouts one after another. One lasts until a switch, also while there is no request."""
-        seen = [(one.at, one.layout) for one in self.report.timeline]
-        seen += [(one.at, one.target) for one in self.report.switches]
+        seen = [(sample.at, sample.layout) for sample in self.report.timeline]
+        seen += [(switch.at, switch.target) for switch in self.report.switches]
         changes: list[tuple[Layout, float]] = []
         for at, layout in sorted(seen, key=itemgetter(0)):
             if at <= self.began or not changes:
@@ -94,7 +96,10 @@ class Run:
             elif self.during(at) and changes[-1][0] != layout:
                 changes.append((layout, at - self.began))
         stops = [start for _, start in changes[1:]] + [self.seconds]
-        return tuple((one, start, stop) for (one, start), stop in zip(changes, stops, strict=True))
+        return tuple(
+            (span_layout, start, stop)
+            for (span_layout, start), stop in zip(changes, stops, strict=True)
+        )
 
 
 class DraftMean(NamedTuple):
@@ -118,18 +123,18 @@ def drafts_over_time(
         width: not below a second, which is as far as samples tell times apart.
     """
     by_interval = defaultdict(list)
-    for one in samples:
-        if one.at >= began:
-            by_interval[int((one.at - began) / width)].append(one)
+    for sample in samples:
+        if sample.at >= began:
+            by_interval[int((sample.at - began) / width)].append(sample)
     means = []
     for i, here in sorted(by_interval.items()):
-        drafted = sum(one.drafted for one in here)
-        accepted = sum(one.accepted for one in here) / drafted if drafted else None
+        drafted = sum(sample.drafted for sample in here)
+        accepted = sum(sample.accepted for sample in here) / drafted if drafted else None
         means.append(DraftMean(i * width, (i + 1) * width, mean_length(here), accepted))
     return means
 
 
 def mean_length(samples: Sequence[DraftSample]) -> float:
     """Mean draft length over all steps."""
-    steps = sum(one.steps for one in samples)
-    return sum(one.num_speculative_tokens * one.steps for one in samples) / steps
+    steps = sum(sample.steps for sample in samples)
+    return sum(sample.num_speculative_tokens * sample.steps for sample in samples) / steps

@@ -27,14 +27,20 @@ def describe_report(report: Report) -> str:
     """
     began = Run.of(report).began
     happened = [
-        *((one.at, f"{switch_in_words(one, began)} ({one.reason})") for one in report.switches),
         *(
-            (one.at, f"no switch to {one.target} at {one.at - began:.2f} s: {one.why}")
-            for one in report.refused
+            (switch.at, f"{switch_in_words(switch, began)} ({switch.reason})")
+            for switch in report.switches
         ),
-        *((one.at, _batch(one, began)) for one in report.predictor.savings),
+        *(
+            (
+                refusal.at,
+                f"no switch to {refusal.target} at {refusal.at - began:.2f} s: {refusal.why}",
+            )
+            for refusal in report.refused
+        ),
+        *((batch.at, _batch(batch, began)) for batch in report.predictor.savings),
     ]
-    lines = [line for at, line in sorted(happened, key=lambda one: one[0]) if at >= began]
+    lines = [line for at, line in sorted(happened, key=lambda event: event[0]) if at >= began]
     if (earlier := len(lines) - _MOST_LINES) > 0:
         lines = [f"({earlier} earlier lines are left out)", *lines[earlier:]]
     steps = ", ".join(
@@ -51,13 +57,13 @@ def describe_report(report: Report) -> str:
 
 def summary(report: Report) -> str:
     """What an engine did, in a sentence."""
-    most = max((one.num_seqs for one in report.timeline), default=0)
+    most = max((sample.num_seqs for sample in report.timeline), default=0)
     ranks = report.layouts[0].world_size
     if not most:
         return f"no requests yet, {ranks} ranks"
     run = Run.of(report)
     switches = run.switches
-    stalls = sum(one.seconds for one in switches)
+    stalls = sum(switch.seconds for switch in switches)
     text = (
         f"{most} requests at most, {ranks} ranks, {run.seconds:.1f} s; "
         f"{len(switches)} switch{'' if len(switches) == 1 else 'es'} in {stalls:.2f} s"
@@ -73,19 +79,19 @@ def summary(report: Report) -> str:
     return text
 
 
-def switch_in_words(one: SwitchReport, began: float) -> str:
+def switch_in_words(switch: SwitchReport, began: float) -> str:
     """A switch, with the seconds from `began` until it."""
     return (
-        f"{one.source} -> {one.target} at {one.at - began:.2f} s, {one.num_seqs} live, "
-        f"{one.seconds * 1e3:.0f} ms"
+        f"{switch.source} -> {switch.target} at {switch.at - began:.2f} s, {switch.num_seqs} live, "
+        f"{switch.seconds * 1e3:.0f} ms"
     )
 
 
-def _batch(one: BatchSavings, began: float) -> str:
-    took, predicted = one.realised, one.predicted
+def _batch(batch: BatchSavings, began: float) -> str:
+    took, predicted = batch.realised, batch.predicted
     return (
-        f"batch ended at {one.at - began:.2f} s: {took.drafting:.2f} s since its first plan "
-        f"(predicted {predicted.drafting:.2f} s); in {one.layout} without drafts "
+        f"batch ended at {batch.at - began:.2f} s: {took.drafting:.2f} s since its first plan "
+        f"(predicted {predicted.drafting:.2f} s); in {batch.layout} without drafts "
         f"{took.fixed:.2f} s (estimated; predicted {predicted.fixed:.2f} s)"
     )
 
@@ -118,23 +124,23 @@ def describe(report: Report, started: float, seconds: float, responses: int) -> 
     """
     parts = [_made(seconds, responses)]
     run = Run(report, started, math.inf)
-    parts += [switch_in_words(one, started) for one in run.switches]
+    parts += [switch_in_words(switch, started) for switch in run.switches]
     if not run.switches:
         parts.append("no switch")
-    expected = [one.expected for one in report.refused if one.at >= started]
+    expected = [refusal.expected for refusal in report.refused if refusal.at >= started]
     counts = ((expected.count(True), "refused"), (expected.count(False), "failed to plan"))
     if expected:
         parts.append(", ".join(f"{count} {what}" for count, what in counts if count))
     if drafted := run.drafted:
         drafts = run.drafts
-        accepted = sum(one.accepted for one in drafts)
-        lengths = sorted({one.num_speculative_tokens for one in drafts})
+        accepted = sum(sample.accepted for sample in drafts)
+        lengths = sorted({sample.num_speculative_tokens for sample in drafts})
         among = f"k {lengths[0]}"
         if lengths[1:]:
             among += f" to {lengths[-1]}, mean {mean_length(drafts):.1f}"
         parts.append(f"{among}, {accepted} of {drafted} draft tokens accepted")
-        if repeated := sum(one.repeated_drafted for one in drafts):
-            accepted = sum(one.repeated_accepted for one in drafts)
+        if repeated := sum(sample.repeated_drafted for sample in drafts):
+            accepted = sum(sample.repeated_accepted for sample in drafts)
             parts[-1] += f" ({accepted} of {repeated} where earlier responses were known)"
     parts += _saved(run.savings)
     if (predictor := report.predictor).responses:
@@ -164,6 +170,6 @@ def _saved(batches: Sequence[BatchSavings]) -> list[str]:
 def _totals(batches: Sequence[BatchSavings]) -> tuple[BatchTimes, BatchTimes]:
     """Of all batches together: as predicted, and as they came."""
     return (
-        reduce(add, [one.predicted for one in batches]),
-        reduce(add, [one.realised for one in batches]),
+        reduce(add, [batch.predicted for batch in batches]),
+        reduce(add, [batch.realised for batch in batches]),
     )

@@ -18,7 +18,7 @@ MUTATIONS = mutations({
         ("a report of any format is read", "reporting.values:Report.load", 'content["format"] != FORMAT', "False"),
     ],
     "tests/unit/reporting/test_plot.py": [
-        ("requests seem to go on after a batch", "reporting.run:Run.live", "counts += [(one.at, 0) for one in self.savings]", "pass"),
+        ("requests seem to go on after a batch", "reporting.run:Run.live", "counts += [(batch.at, 0) for batch in self.savings]", "pass"),
         ("a saving is drawn with its sign turned", "reporting.plot:_draw_costs", "b.realised.fixed - b.realised.drafting", "b.realised.drafting - b.realised.fixed"),
     ],
     "tests/unit/reporting/test_rollout.py": [
@@ -39,7 +39,7 @@ MUTATIONS = mutations({
     ],
     "tests/unit/cli/test_profile.py": [
         ("a run that goes on measures everything again", "cli.profile:unmeasured", "if not is_measured(point)", "if True"),
-        ("a run that goes on keeps noisy steps", "cli.profile:measured_before", "if not unsettled(one)", "if True"),
+        ("a run that goes on keeps noisy steps", "cli.profile:measured_before", "if not unsettled(step)", "if True"),
     ],
     "tests/engine/test_profiling.py::test_a_slow_engine_takes_longer_rather_than_a_profile_that_is_not_kept[dense]": [
         ("a slow engine's profile is never complete", "profiling.runner:Profiler.run", "left += plan.overtime", "pass"),
