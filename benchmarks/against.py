@@ -64,7 +64,7 @@ def main() -> None:
     roots = {"this": (arguments.this or ROOT).resolve(), "other": arguments.other.resolve()}
     commits = {side: commit_of(root) for side, root in roots.items()}
     what, measure = _batches(arguments) if arguments.batches else _steps(arguments)
-    found: list[Found] = []
+    starts: list[Found] = []
     for start in range(arguments.starts):
         with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
             codes = {}
@@ -73,11 +73,11 @@ def main() -> None:
                 codes[side].mkdir()
                 # Of a checkout only this differs; the benchmark is this one's on both sides.
                 (codes[side] / "pat_vllm").symlink_to(roots[side] / "pat_vllm")
-            found.append(measure(codes, stack))
-        print(f"start {start + 1} of {arguments.starts}: {found[-1]}", flush=True)
+            starts.append(measure(codes, stack))
+        print(f"start {start + 1} of {arguments.starts}: {starts[-1]}", flush=True)
     rows = []
-    for name in found[0]["this"]:
-        ours, theirs = ([start[side][name] for start in found] for side in SIDES)
+    for name in starts[0]["this"]:
+        ours, theirs = ([start[side][name] for start in starts] for side in SIDES)
         ratio = paired_ratio(ours, theirs)
         medians = (f"{1e3 * statistics.median(values):.3f}" for values in (ours, theirs))
         rows.append([name, *medians, ratio.show(3), ratio.verdict(BAR)])
@@ -90,7 +90,7 @@ def main() -> None:
     write_results(
         f"{kind}{commits['this']}-against-{commits['other']}",
         facts,
-        {"commits": commits, "starts": found},
+        {"commits": commits, "starts": starts},
         text + table(head, rows),
     )
 
@@ -128,17 +128,17 @@ def _steps(arguments: argparse.Namespace) -> tuple[str, Measure]:
             assert engine.call(_code) == str(code / "pat_vllm" / "__init__.py")
             engine.call(_turn, prompts, arguments.tokens)  # warms up
             engine.pause()
-        made: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
+        results: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
         for order in turns(SIDES, arguments.turns):
             for side in order:
                 with common.awake([engines[side]]):
                     turn = engines[side].call(
                         _turn, prompts, arguments.tokens, timeout=PATIENCE_SECONDS
                     )
-                    made[side].append(turn)
+                    results[side].append(turn)
         return {
             side: {name: statistics.median(turn[name] for turn in of_side) for name in of_side[0]}
-            for side, of_side in made.items()
+            for side, of_side in results.items()
         }
 
     text = (
@@ -229,13 +229,15 @@ def _turn(llm: Any, prompts: Sequence[Any], tokens: int) -> dict[str, float]:
         step_until(llm, produced, 3 * (i + 1))
         pat_vllm.switch(llm, tp=tp)
     step_until(llm, produced, None)
-    made = [one for one in pat_vllm.report(llm).switches[first:] if one.reason == "forced"]
-    for source in {str(one.source): None for one in made}:
-        of_way = [one for one in made if str(one.source) == source]
+    forced = [
+        switch for switch in pat_vllm.report(llm).switches[first:] if switch.reason == "forced"
+    ]
+    for source in {str(switch.source): None for switch in forced}:
+        of_way = [switch for switch in forced if str(switch.source) == source]
         assert len(of_way) == SWITCHES
-        stalls = [one.seconds - one.quiesce for one in of_way]
+        stalls = [switch.seconds - switch.quiesce for switch in of_way]
         seconds[f"stall of a switch from {source}"] = statistics.median(stalls)
-        plans = [one.plan for one in of_way]
+        plans = [switch.plan for switch in of_way]
         seconds[f"its planning, from {source}"] = statistics.median(plans)
     return seconds
 

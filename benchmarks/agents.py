@@ -82,7 +82,7 @@ def serve(
     engine = llm.llm_engine
     llm.reset_prefix_cache()
     begun = len(pat_vllm.report(llm).switches)
-    names = [str(one) for one in pat_vllm.report(llm).layouts]
+    names = [str(target) for target in pat_vllm.report(llm).layouts]
     if layout is not None:
         pat_vllm.switch(llm, layout)
     asked = computed = 0
@@ -124,10 +124,10 @@ def serve(
         "seconds": seconds,
         "asked": asked,
         "computed": computed,
-        "policy": sum(one.reason == "policy" for one in switches),
-        "idle": sum(one.reason == "idle" for one in switches),
-        "forced": sum(one.reason == "forced" for one in switches),
-        "cached tokens carried": sum(one.cached_tokens for one in switches),
+        "policy": sum(switch.reason == "policy" for switch in switches),
+        "idle": sum(switch.reason == "idle" for switch in switches),
+        "forced": sum(switch.reason == "forced" for switch in switches),
+        "cached tokens carried": sum(switch.cached_tokens for switch in switches),
     }
 
 
@@ -159,37 +159,37 @@ def main() -> None:
         ("PAT", None, False),
         ("PAT, switch between turns", "tp1dp2", True),
     ]
-    found: dict[str, list[dict[str, float]]] = {name: [] for name, *_ in sides}
+    results: dict[str, list[dict[str, float]]] = {name: [] for name, *_ in sides}
     with Engine(options, bind="0|1") as engine:
         engine.wait_until_ready()
         # The first two are learnt from.
         for repeat, order in enumerate(turns(sides, args.repeats + 2)):
             batch = drawn(repeat, args.trajectories, args.skewed)
             for name, layout, forced in order:
-                key = f"{repeat}-{len(found[name])}"
+                key = f"{repeat}-{len(results[name])}"
                 result = engine.call(serve, batch, f"{name}-{key}", layout, forced)
                 if repeat > 1:
-                    found[name].append(result)
-                print(repeat, name, {one: round(value, 2) for one, value in result.items()})
-    _write(args, found)
+                    results[name].append(result)
+                print(repeat, name, {field: round(value, 2) for field, value in result.items()})
+    _write(args, results)
 
 
-def _write(args: argparse.Namespace, found: dict[str, list[dict[str, float]]]) -> None:
-    static = [name for name in found if name.startswith("static")]
-    best = min(static, key=lambda name: sum(one["seconds"] for one in found[name]))
+def _write(args: argparse.Namespace, batches: dict[str, list[dict[str, float]]]) -> None:
+    static = [name for name in batches if name.startswith("static")]
+    best = min(static, key=lambda name: sum(batch["seconds"] for batch in batches[name]))
     rows = []
-    for name, results in found.items():
-        pairs = list(zip(results, found[best], strict=True))
+    for name, results in batches.items():
+        pairs = list(zip(results, batches[best], strict=True))
         rows.append(
             [
                 name,
-                Summary.of([one["seconds"] for one in results]).show(),
-                Summary.of([one["seconds"] / other["seconds"] for one, other in pairs]).show(1, 3),
-                f"{sum(one['asked'] for one in results):.0f}",
-                f"{sum(one['computed'] for one in results):.0f}",
-                f"{_computed(results) / min(_computed(found[one]) for one in static):.3f}",
+                Summary.of([batch["seconds"] for batch in results]).show(),
+                Summary.of([this["seconds"] / that["seconds"] for this, that in pairs]).show(1, 3),
+                f"{sum(batch['asked'] for batch in results):.0f}",
+                f"{sum(batch['computed'] for batch in results):.0f}",
+                f"{_computed(results) / min(_computed(batches[side]) for side in static):.3f}",
                 *(
-                    f"{sum(one[key] for one in results):.0f}"
+                    f"{sum(batch[key] for batch in results):.0f}"
                     for key in ("policy", "idle", "forced")
                 ),
             ]
@@ -200,11 +200,11 @@ def _write(args: argparse.Namespace, found: dict[str, list[dict[str, float]]]) -
     ]  # fmt: skip
     facts = {**machine(), **vars(args)}
     name = "agents-skewed" if args.skewed else "agents"
-    write_results(name, facts, {"batches": found, "bars": BARS}, table(head, rows))
+    write_results(name, facts, {"batches": batches, "bars": BARS}, table(head, rows))
 
 
 def _computed(results: Sequence[dict[str, float]]) -> float:
-    return math.fsum(one["computed"] for one in results)
+    return math.fsum(batch["computed"] for batch in results)
 
 
 if __name__ == "__main__":

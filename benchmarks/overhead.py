@@ -84,7 +84,7 @@ def main() -> None:
                 ratio.show(3),
                 of_step.show(3) if of_step else "",
                 BARS[name],
-                "; ".join(one.verdict(BARS[name]) for one in (ratio, of_step) if one),
+                "; ".join(figure.verdict(BARS[name]) for figure in (ratio, of_step) if figure),
             ]
         )
     text = (
@@ -95,7 +95,7 @@ def main() -> None:
     )
     header = ["", "PAT s", "other s", "other's step, ms", "ratio", "of steps", "bar", ""]
     name = "overhead" + (f"-{args.model}" if args.model != parser.get_default("model") else "")
-    name += "".join(f"-{one}" for one in args.only or ())
+    name += "".join(f"-{comparison}" for comparison in args.only or ())
     name += "-inplace" if args.weights == "inplace" else ""
     write_results(name, facts, body, text + table(header, rows))
 
@@ -196,7 +196,7 @@ def generate(
         while engine.has_unfinished_requests():
             outputs = engine.step()
             outputs_at.append(time.monotonic())
-            lengths += [len(one.outputs[0].token_ids) for one in outputs if one.finished]
+            lengths += [len(output.outputs[0].token_ids) for output in outputs if output.finished]
         assert lengths == [tokens] * len(prompts)
         return outputs_at
 

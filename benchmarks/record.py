@@ -36,8 +36,8 @@ class Summary:
 
     def show(self, scale: float = 1.0, digits: int = 1) -> str:
         """Like `12.3 (11.9-13.0)`."""
-        one, low, high = (f"{v * scale:.{digits}f}" for v in (self.median, self.low, self.high))
-        return f"{one} ({low}-{high})"
+        median, low, high = (f"{v * scale:.{digits}f}" for v in (self.median, self.low, self.high))
+        return f"{median} ({low}-{high})"
 
 
 def machine() -> dict[str, Any]:

@@ -113,22 +113,22 @@ HEADERS = (
 )  # fmt: skip
 
 
-def row(cell: Cell, found: Answer) -> tuple[str, ...]:
+def row(cell: Cell, answer: Answer) -> tuple[str, ...]:
     """A line of the table."""
-    mean, low, high, *_ = percents(found.gain)
+    mean, low, high, *_ = percents(answer.gain)
     return (
         f"{RANKS} x {cell.gpu}",
         cell.model,
         cell.tail,
         str(cell.per_gpu),
         f"{cell.acceptance:g}",
-        found.static,
-        found.base,
-        f"{found.static_seconds:.1f}",
-        f"{found.pat_seconds:.1f}",
+        answer.static,
+        answer.base,
+        f"{answer.static_seconds:.1f}",
+        f"{answer.pat_seconds:.1f}",
         mean,
         f"{low} to {high}",
-        "yes" if found.pays else "no",
+        "yes" if answer.pays else "no",
     )
 
 
@@ -142,11 +142,11 @@ def title(cell: Cell) -> str:
 
 def summary(results: Sequence[tuple[Cell, Answer]]) -> str:
     """How many cells are slower, and by how much."""
-    gains = [found.gain for _, found in results]
+    gains = [answer.gain for _, answer in results]
     slower = [gain for gain in gains if gain.mean < -MOST_LOST]
     sure = sum(gain.high < 0 for gain in slower)
     return (
-        f"{len(gains)} cells: {sum(found.pays for _, found in results)} pay; {len(slower)} are "
+        f"{len(gains)} cells: {sum(answer.pays for _, answer in results)} pay; {len(slower)} are "
         f"more than {MOST_LOST:.0%} slower, of which {sure} with an interval that excludes zero; "
         f"worst {min(gain.mean for gain in gains):.1%}"
     )
@@ -157,11 +157,11 @@ def drawn(cells: Sequence[Cell], acceptance: float, share: float, seed: int) -> 
     last, and do not change what is drawn for the others."""
     order = []
     for agents in (False, True):
-        some = [one for one in cells if (one.tail == AGENTS) == agents]
+        group = [cell for cell in cells if (cell.tail == AGENTS) == agents]
         draw = random.Random(seed)
-        shuffled = draw.sample(some, len(some))
-        count = round(share * len(some))
-        part = [replace(one, acceptance=acceptance) for one in shuffled[:count]] + shuffled[count:]
+        shuffled = draw.sample(group, len(group))
+        count = round(share * len(group))
+        part = [replace(c, acceptance=acceptance) for c in shuffled[:count]] + shuffled[count:]
         draw.shuffle(part)
         order += part
     return order
@@ -192,8 +192,8 @@ def known(output_dir: Path) -> dict[Cell, Answer]:
     if not file.is_file():
         return {}
     return {
-        Cell(**one["cell"]): Answer(**one["answer"] | {"gain": Gain(**one["answer"]["gain"])})
-        for one in json.loads(file.read_text())
+        Cell(**entry["cell"]): Answer(**entry["answer"] | {"gain": Gain(**entry["answer"]["gain"])})
+        for entry in json.loads(file.read_text())
     }
 
 
@@ -204,8 +204,8 @@ def plot_map(results: Sequence[tuple[Cell, Answer]], path: Path) -> None:
     from matplotlib.figure import Figure
 
     cell_of = {(c.model, c.gpu, c.tail, c.per_gpu): c for c, _ in results}
-    found = {(c.model, c.gpu, c.tail, c.per_gpu): answer for c, answer in results}
-    models, gpus, tails, per_gpu = (sorted({*one}) for one in zip(*found, strict=True))
+    answers = {(c.model, c.gpu, c.tail, c.per_gpu): answer for c, answer in results}
+    models, gpus, tails, per_gpu = (sorted({*values}) for values in zip(*answers, strict=True))
     figure = Figure(
         figsize=(4 + 0.7 * len(per_gpu) * len(gpus), 2.5 + 0.5 * len(tails) * len(models)),
         layout="constrained",
@@ -213,15 +213,15 @@ def plot_map(results: Sequence[tuple[Cell, Answer]], path: Path) -> None:
     FigureCanvasAgg(figure)
     figure.suptitle(title(results[0][0]), fontsize=9, wrap=True)
     panels = figure.subplots(len(models), len(gpus), squeeze=False, sharex=True, sharey=True)
-    most = 1.5 * max(0.1, *(answer.gain.mean for answer in found.values()))
+    most = 1.5 * max(0.1, *(answer.gain.mean for answer in answers.values()))
     for (i, model), (j, gpu) in product(enumerate(models), enumerate(gpus)):
         axes = panels[i][j]
         gains = np.full((len(tails), len(per_gpu)), np.nan)
         for (y, tail), (x, count) in product(enumerate(tails), enumerate(per_gpu)):
-            one = found.get((model, gpu, tail, count))
-            if one is not None:
-                gains[y, x] = one.gain.mean if one.pays else 0.0
-                text = f"{one.gain.mean:.0%}" if one.pays else "-"
+            answer = answers.get((model, gpu, tail, count))
+            if answer is not None:
+                gains[y, x] = answer.gain.mean if answer.pays else 0.0
+                text = f"{answer.gain.mean:.0%}" if answer.pays else "-"
                 text += "*" * (cell_of[model, gpu, tail, count].acceptance > 0)
                 axes.text(x, y, text, ha="center", va="center", fontsize=8)
         image = axes.imshow(gains, cmap="YlGn", vmin=0, vmax=most, aspect="auto")
@@ -237,11 +237,11 @@ def plot_map(results: Sequence[tuple[Cell, Answer]], path: Path) -> None:
 def write(results: Sequence[tuple[Cell, Answer]], output_dir: Path) -> None:
     """Markdown, JSON and PNG."""
     output_dir.mkdir(parents=True, exist_ok=True)
-    results = sorted(results, key=lambda one: astuple(one[0]))
-    by = table(HEADERS, [row(*one) for one in results])
+    results = sorted(results, key=lambda result: astuple(result[0]))
+    by = table(HEADERS, [row(*result) for result in results])
     about = f"{title(results[0][0])}. {summary(results)}."
     (output_dir / "where-it-pays.md").write_text(f"{about}\n\n{by}")
-    content = [{"cell": asdict(cell), "answer": asdict(found)} for cell, found in results]
+    content = [{"cell": asdict(cell), "answer": asdict(answer)} for cell, answer in results]
     (output_dir / "where-it-pays.json").write_text(to_json(content))
     plot_map(results, output_dir / "where-it-pays.png")
 
@@ -265,17 +265,17 @@ def main(
 ) -> None:
     """Simulate a map."""
     every = cells_of(gpu, model, tail, per_gpu, max_tokens, iterations)
-    found = known(output_dir) if output_dir is not None else {}
-    cells = [one for one in drawn(every, acceptance, drafts, seed) if one not in found]
+    answers = known(output_dir) if output_dir is not None else {}
+    cells = [cell for cell in drawn(every, acceptance, drafts, seed) if cell not in answers]
     with ProcessPoolExecutor(processes) as pool:
         asked = {pool.submit(ask, cell): cell for cell in cells}
         for done in as_completed(asked):
-            cell, one = asked[done], done.result()
-            found[cell] = one
-            print(" | ".join((*row(cell, one), f"{one.took:.1f} s")), flush=True)
+            cell, answer = asked[done], done.result()
+            answers[cell] = answer
+            print(" | ".join((*row(cell, answer), f"{answer.took:.1f} s")), flush=True)
             if output_dir is not None:
-                write([*found.items()], output_dir)
-    print(summary([*found.items()]))
+                write([*answers.items()], output_dir)
+    print(summary([*answers.items()]))
 
 
 if __name__ == "__main__":

@@ -29,7 +29,9 @@ def plot_bench(content: Mapping[str, Any], path: Path) -> None:
     FigureCanvasAgg(figure)
     above, below = figure.subplots(2, 1, gridspec_kw={"height_ratios": [1, 1.05]})
     _bars(above, workloads, [*layouts, PAT], colour)
-    shown = next((one for one in workloads if one["name"] == "lognormal"), workloads[0])
+    shown = next(
+        (workload for workload in workloads if workload["name"] == "lognormal"), workloads[0]
+    )
     _course(below, shown, [*layouts, PAT], colour)
     for axes in (above, below):
         axes.spines[["top", "right"]].set_visible(False)
@@ -44,7 +46,7 @@ def _bars(
 ) -> None:
     width = 0.8 / len(sides)
     for number, side in enumerate(sides):
-        ratios = [one["relative"][side] for one in workloads]
+        ratios = [workload["relative"][side] for workload in workloads]
         at = [place + (number - (len(sides) - 1) / 2) * width for place in range(len(workloads))]
         means = [ratio["centre"] for ratio in ratios]
         low = [max(0.0, ratio["centre"] - ratio["low"]) for ratio in ratios]
@@ -69,10 +71,12 @@ def _bars(
                 fontsize=8,
                 fontweight="bold" if side == PAT else "normal",
             )
-    top = max(ratio["high"] for one in workloads for ratio in one["relative"].values())
+    top = max(ratio["high"] for workload in workloads for ratio in workload["relative"].values())
     axes.axhline(1.0, color="#777777", linewidth=0.8, zorder=0)
     axes.set_ylim(0, 1.22 * top)
-    axes.set_xticks(range(len(workloads)), [one["name"].replace("_", " ") for one in workloads])
+    axes.set_xticks(
+        range(len(workloads)), [workload["name"].replace("_", " ") for workload in workloads]
+    )
     axes.set_ylabel("time of a batch /\nbetter static layout")
     axes.set_title(
         "The same batches on every side: geometric mean of paired ratios, 95% confidence interval",
@@ -110,8 +114,8 @@ def _course(
         axes.axvline(switch["at"], color=_PAT_COLOUR, linewidth=1.0, alpha=0.7)
     used = dict.fromkeys(layout for layout, _, _ in adaptive["spans"])
     bands = [
-        Patch(color=colour.get(one, "#999999"), alpha=0.35, label=f"adaptive is in {one}")
-        for one in used
+        Patch(color=colour.get(layout, "#999999"), alpha=0.35, label=f"adaptive is in {layout}")
+        for layout in used
     ]
     axes.legend(handles=[*lines, *bands], loc="upper right", fontsize=9)
     axes.set_yscale("log", base=2)

@@ -52,7 +52,7 @@ def content_of(
             "steps": len(measured.profile.steps),
             "switches": len(measured.profile.switches),
         },
-        "start_seconds": {side: list(one) for side, one in measured.start_seconds.items()},
+        "start_seconds": {side: list(seconds) for side, seconds in measured.start_seconds.items()},
         "workloads": [
             _workload(settings, workload, measured.runs) for workload in settings.workloads
         ],
@@ -109,8 +109,8 @@ def _workload(settings: BenchSettings, workload: Workload, runs: Sequence[Run]) 
 def _plain_run(run: Run, timeline: bool) -> dict[str, Any]:
     """A run for the file of results; absolute times become times since its beginning."""
 
-    def moved(one: Any) -> dict[str, Any]:
-        values = {f.name: getattr(one, f.name) for f in fields(one)}
+    def moved(event: Any) -> dict[str, Any]:
+        values = {f.name: getattr(event, f.name) for f in fields(event)}
         for name, value in values.items():
             if isinstance(value, Layout):
                 values[name] = str(value)
@@ -119,7 +119,7 @@ def _plain_run(run: Run, timeline: bool) -> dict[str, Any]:
         return values
 
     def by_layout(values: Mapping[Layout, tuple[int, float]]) -> dict[str, list[float]]:
-        return {str(one): [n, round(mean, 6)] for one, (n, mean) in values.items()}
+        return {str(layout): [n, round(mean, 6)] for layout, (n, mean) in values.items()}
 
     plain: dict[str, Any] = {
         "side": run.side,
@@ -131,7 +131,7 @@ def _plain_run(run: Run, timeline: bool) -> dict[str, Any]:
     }
     if run.side == PAT:
         plain |= {
-            "spans": [[str(one), round(a, 4), round(b, 4)] for one, a, b in run.spans],
+            "spans": [[str(layout), round(a, 4), round(b, 4)] for layout, a, b in run.spans],
             "switches": [moved(switch) for switch in run.switches],
             "decisions": [moved(decision) for decision in run.decisions],
             "step_error": by_layout(run.step_error),
@@ -167,7 +167,7 @@ def markdown(content: Mapping[str, Any]) -> str:
         "## What the predictor predicted\n",
         _predictions(settings["layouts"], workloads),
         "## Workloads\n",
-        "".join(f"- `{one['name']}`: {one['text']}\n" for one in workloads),
+        "".join(f"- `{workload['name']}`: {workload['text']}\n" for workload in workloads),
         "## What the words mean\n",
         DEFINITIONS,
     ]
@@ -180,23 +180,23 @@ def _show(ratio: Mapping[str, Any]) -> str:
 
 def _times(layouts: Sequence[str], workloads: Sequence[Mapping[str, Any]]) -> str:
     rows = []
-    for one in workloads:
-        seconds = {side: Summary(**value) for side, value in one["seconds"].items()}
+    for workload in workloads:
+        seconds = {side: Summary(**value) for side, value in workload["seconds"].items()}
         static = [
-            f"{seconds[layout].show(digits=2)}{' *' if layout == one['better_static'] else ''}"
+            f"{seconds[layout].show(digits=2)}{' *' if layout == workload['better_static'] else ''}"
             for layout in layouts
         ]
         rows.append(
             (
-                one["name"],
-                f"{one['requests']}, {one['tokens']:.0f}",
+                workload["name"],
+                f"{workload['requests']}, {workload['tokens']:.0f}",
                 *static,
                 seconds["PAT"].show(digits=2),
-                f"{one['tokens_per_second']['PAT']:.0f}",
-                f"**{_show(one['relative']['PAT'])}**",
-                _show(one["relative_to_best_of_each"]),
-                _show(one["response_relative"]),
-                f"{one['switches_per_batch']:.1f}",
+                f"{workload['tokens_per_second']['PAT']:.0f}",
+                f"**{_show(workload['relative']['PAT'])}**",
+                _show(workload["relative_to_best_of_each"]),
+                _show(workload["response_relative"]),
+                f"{workload['switches_per_batch']:.1f}",
             )
         )
     header = (
@@ -210,7 +210,7 @@ def _times(layouts: Sequence[str], workloads: Sequence[Mapping[str, Any]]) -> st
         "mean response, PAT / better static",
         "switches per batch",
     )
-    high = {one["name"]: one["relative"]["PAT"]["high"] for one in workloads}
+    high = {workload["name"]: workload["relative"]["PAT"]["high"] for workload in workloads}
     verdicts = (f"{name} {'met' if end <= NEVER_WORSE else 'missed'}" for name, end in high.items())
     return (
         f"{table(header, rows)}\n`*`: the better static layout. Bar: the upper end of PAT / better "
@@ -221,17 +221,17 @@ def _times(layouts: Sequence[str], workloads: Sequence[Mapping[str, Any]]) -> st
 def _cold(starts: Mapping[str, Sequence[float]], workloads: Sequence[Mapping[str, Any]]) -> str:
     rows = [
         (
-            one["name"],
-            f"{one['cold']['static_seconds']:.2f} ({one['cold']['static']})",
-            f"{one['cold']['seconds']:.2f}",
-            f"{one['cold']['seconds'] / one['cold']['static_seconds']:.2f}",
-            one["cold"]["switches"],
+            workload["name"],
+            f"{workload['cold']['static_seconds']:.2f} ({workload['cold']['static']})",
+            f"{workload['cold']['seconds']:.2f}",
+            f"{workload['cold']['seconds'] / workload['cold']['static_seconds']:.2f}",
+            workload["cold"]["switches"],
         )
-        for one in workloads
+        for workload in workloads
     ]
     first, *later = starts["PAT"]
     others = f", then {statistics.median(later):.0f} s with the profile at hand" if later else ""
-    static = [statistics.median(one) for side, one in starts.items() if side != "PAT"]
+    static = [statistics.median(seconds) for side, seconds in starts.items() if side != "PAT"]
     note = (
         "The first batch of a new adaptive engine, which has seen no length yet, beside the faster "
         "static engine's. It is in no other table.\n\n"
@@ -246,18 +246,18 @@ def _cold(starts: Mapping[str, Sequence[float]], workloads: Sequence[Mapping[str
 
 def _predictions(layouts: Sequence[str], workloads: Sequence[Mapping[str, Any]]) -> str:
     rows = []
-    for one in workloads:
-        error = one["prediction"]
+    for workload in workloads:
+        error = workload["prediction"]
         rows.append(
             (
-                one["name"],
+                workload["name"],
                 *(_percent(error["steps"].get(layout)) for layout in layouts),
                 _percent(error["before"]),
                 _percent(error["after"]),
                 _percent(error["cost"]),
                 f"{error['saving']:.2f}",
-                f"{one['stall_share']:.2%}",
-                f"{one['planning_share']:.2%}",
+                f"{workload['stall_share']:.2%}",
+                f"{workload['planning_share']:.2%}",
             )
         )
     header = (

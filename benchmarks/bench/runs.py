@@ -71,7 +71,7 @@ def prediction_error(runs: Sequence[Run]) -> dict[str, Any]:
             n, total = sums.get(str(layout), (0, 0.0))
             sums[str(layout)] = (n + count, total + count * mean)
     fired = [d for run in runs for d in run.decisions if d.fired]
-    made = [s for run in runs for s in run.switches if s.reason == "policy"]
+    switches = [s for run in runs for s in run.switches if s.reason == "policy"]
 
     def error(pairs: Sequence[tuple[float, float | None]]) -> float | None:
         errors = [abs(predicted / real - 1) for predicted, real in pairs if real]
@@ -82,6 +82,6 @@ def prediction_error(runs: Sequence[Run]) -> dict[str, Any]:
         "before": error([(d.step_before, d.real_before) for d in fired]),
         "after": error([(d.step_after, d.real_after) for d in fired]),
         # Single waits for steps in flight are a matter of luck: the sums are compared.
-        "cost": error([(sum(d.cost for d in fired), sum(s.seconds for s in made))]),
+        "cost": error([(sum(d.cost for d in fired), sum(s.seconds for s in switches))]),
         "saving": sum(d.saving for d in fired if d.why == "saving"),
     }

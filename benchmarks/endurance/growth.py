@@ -65,7 +65,7 @@ def trends(
     return [
         trend(
             name,
-            [one[name] for one in samples],
+            [sample[name] for sample in samples],
             memory_allowance if name.endswith("MiB") else 0.0,
         )
         for name in samples[0]

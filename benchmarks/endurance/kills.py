@@ -84,8 +84,8 @@ class Kill:
         if moment.endswith("storm"):
             sync = moment == "storm"
             steps, others = (callers.SYNC[:2], callers.SYNC[2:]) if sync else ((), callers.ASYNC)
-            some = rng.sample(others, rng.randint(1, len(others)))
-            called = (*([rng.choice(steps)] if sync else []), *some)
+            chosen = rng.sample(others, rng.randint(1, len(others)))
+            called = (*([rng.choice(steps)] if sync else []), *chosen)
             seed, delay = rng.randrange(1 << 30), rng.uniform(0, 1.5)
             stops = rng.random() < 0.1
             return cls(moment, rank, tp, delay=delay, callers=called, seed=seed, stops=stops)
@@ -119,8 +119,8 @@ class Outcome:
     @property
     def clear(self) -> bool:
         """Whether each error says that the engine failed."""
-        told = self.errors.values()
-        return all(re.search(r"EngineDeadError|[Ff]ailed|died", error) for error in told)
+        errors = self.errors.values()
+        return all(re.search(r"EngineDeadError|[Ff]ailed|died", error) for error in errors)
 
 
 def kill_one(kill: Kill, ranks: int = 2, from_server: bool = True) -> Outcome:
@@ -148,8 +148,8 @@ def kill_one(kill: Kill, ranks: int = 2, from_server: bool = True) -> Outcome:
     there = [path for path in sorted(held) if path.exists()]
     shared = [str(path) for path in there if path.parent == SHARED_MEMORY]
     left = [f"process {process.pid}" for process in alive] + shared
-    errors = {name: one.error for name, one in heard.items()}
-    last = max(one.time for one in heard.values())
+    errors = {name: caller.error for name, caller in heard.items()}
+    last = max(caller.time for caller in heard.values())
     return Outcome(kill, errors, last - died, gone - died, left, len(there) - len(shared))
 
 
@@ -246,24 +246,24 @@ def _text(outcomes: Sequence[Outcome], ranks: int) -> str:
         "engine; ZeroMQ leaves some of stock vLLM's, too.\n\n"
     )
     rows = []
-    for moment in dict.fromkeys(_moment(one.kill) for one in outcomes):
-        of_moment = [one for one in outcomes if _moment(one.kill) == moment]
+    for moment in dict.fromkeys(_moment(outcome.kill) for outcome in outcomes):
+        of_moment = [outcome for outcome in outcomes if _moment(outcome.kill) == moment]
         rows.append(
             [
                 moment,
                 len(of_moment),
-                sum(one.clear and one.noticed <= ERROR_WITHIN for one in of_moment),
-                Summary.of([one.noticed for one in of_moment]).show(),
-                Summary.of([one.gone for one in of_moment]).show(),
-                sum(len(one.left) for one in of_moment) or "nothing",
-                _range([one.files for one in of_moment]),
+                sum(outcome.clear and outcome.noticed <= ERROR_WITHIN for outcome in of_moment),
+                Summary.of([outcome.noticed for outcome in of_moment]).show(),
+                Summary.of([outcome.gone for outcome in of_moment]).show(),
+                sum(len(outcome.left) for outcome in of_moment) or "nothing",
+                _range([outcome.files for outcome in of_moment]),
             ]
         )
     header = ["killed in", "kills", f"clear error within {ERROR_WITHIN:.0f} s", "error", "gone"]
     text += table([*header, "left", "files"], rows)
-    for one in outcomes:
-        if not one.fine:
-            text += f"\n* {one.kill}: {one.errors}; left {one.left or 'nothing'}\n"
+    for outcome in outcomes:
+        if not outcome.fine:
+            text += f"\n* {outcome.kill}: {outcome.errors}; left {outcome.left or 'nothing'}\n"
     return text
 
 
@@ -301,10 +301,15 @@ def run(
         outcome = kill_one(kill, ranks, from_server=not as_for_users)
         outcomes.append(outcome)
         print(f"{i + 1}/{kills}", "fine" if outcome.fine else "NOT FINE", outcome, flush=True)
-    outcomes.sort(key=lambda one: (one.kill.moment, sabotage.PARTS.index(one.kill.part or "begin")))
-    body = {"ranks": ranks, "seed": seed, "kills": [asdict(one) for one in outcomes]}
+    outcomes.sort(
+        key=lambda outcome: (
+            outcome.kill.moment,
+            sabotage.PARTS.index(outcome.kill.part or "begin"),
+        )
+    )
+    body = {"ranks": ranks, "seed": seed, "kills": [asdict(outcome) for outcome in outcomes]}
     write_results("kills", facts, body, _text(outcomes, ranks))
-    raise typer.Exit(not all(one.fine for one in outcomes))
+    raise typer.Exit(not all(outcome.fine for outcome in outcomes))
 
 
 if __name__ == "__main__":

@@ -22,15 +22,15 @@ def engine_processes(before: Iterable[psutil.Process] = ()) -> dict[str, list[ps
     vLLM names them when they start.
     """
     others = {process.pid for process in before}
-    found: dict[str, list[psutil.Process]] = {role: [] for role in ROLES}
-    found["front end"].append(psutil.Process())
+    by_role: dict[str, list[psutil.Process]] = {role: [] for role in ROLES}
+    by_role["front end"].append(psutil.Process())
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
             title = process.cmdline()[:1]
             if process.pid in others or not title or not title[0].startswith("VLLM::"):
                 continue
-            found["engine core" if "EngineCore" in title[0] else "workers"].append(process)
-    return found
+            by_role["engine core" if "EngineCore" in title[0] else "workers"].append(process)
+    return by_role
 
 
 def sample(processes: dict[str, list[psutil.Process]]) -> dict[str, float]:
@@ -42,19 +42,19 @@ def sample(processes: dict[str, list[psutil.Process]]) -> dict[str, float]:
     Raises:
         psutil.NoSuchProcess: one has ended.
     """
-    found: dict[str, float] = {}
+    amounts: dict[str, float] = {}
     for role, members in processes.items():
-        found[f"{role}: RSS, MiB"] = sum(process.memory_info().rss for process in members) / MIB
-        found[f"{role}: {OWN}"] = sum(_own_memory(process.pid) for process in members) / MIB
-        found[f"{role}: file descriptors"] = sum(process.num_fds() for process in members)
-        found[f"{role}: threads"] = sum(process.num_threads() for process in members)
+        amounts[f"{role}: RSS, MiB"] = sum(process.memory_info().rss for process in members) / MIB
+        amounts[f"{role}: {OWN}"] = sum(_own_memory(process.pid) for process in members) / MIB
+        amounts[f"{role}: file descriptors"] = sum(process.num_fds() for process in members)
+        amounts[f"{role}: threads"] = sum(process.num_threads() for process in members)
     everyone = [process for members in processes.values() for process in members]
     held = names_held(everyone)
-    found["shared memory"] = sum(path.parent == SHARED_MEMORY for path in held)
-    found["sockets and files"] = len(held) - found["shared memory"]
+    amounts["shared memory"] = sum(path.parent == SHARED_MEMORY for path in held)
+    amounts["sockets and files"] = len(held) - amounts["shared memory"]
     # Whoever has been started since is counted, too.
-    found["processes"] = len(psutil.Process().children(recursive=True))
-    return found
+    amounts["processes"] = len(psutil.Process().children(recursive=True))
+    return amounts
 
 
 def _own_memory(pid: int) -> int:
@@ -76,10 +76,10 @@ def names_held(processes: Iterable[psutil.Process]) -> set[Path]:
     names: set[str] = set()
     for process in processes:
         with contextlib.suppress(psutil.Error):
-            files = {one.path for one in process.memory_maps()}
+            files = {mapping.path for mapping in process.memory_maps()}
             names |= {name for name in files if name.startswith(shared)}
-            others = {str(one.laddr) for one in process.net_connections(kind="unix")}
-            others |= {one.path for one in process.open_files()}
+            others = {str(connection.laddr) for connection in process.net_connections(kind="unix")}
+            others |= {file.path for file in process.open_files()}
             names |= {name for name in others if name.startswith(temporary)}
     held = {Path(name) for name in names}
     met = {match[0] for path in held if (match := re.match(r"vllm_dist_\w+", path.name))}

@@ -56,7 +56,7 @@ class Soaked:
     @property
     def fine(self) -> bool:
         """Whether nothing has grown, and nothing is left."""
-        return not self.left and not any(one.grown for one in self.trends)
+        return not self.left and not any(trend.grown for trend in self.trends)
 
 
 def soak(
@@ -113,7 +113,7 @@ def soak_engine(
         minutes,
         storm.counts(),
         trends(samples, allowance),
-        {name: _course([one[name] for one in samples]) for name in samples[0]},
+        {name: _course([values[name] for values in samples]) for name in samples[0]},
         left,
     )
 
@@ -131,11 +131,13 @@ def _text(engines: Sequence[Soaked], ranks: int) -> str:
         "of the middle third; `allowed`: the spread of the middle third between its quartiles, for "
         f"memory {MEMORY_ALLOWANCE:.0%} if that is more. The first third is the warm-up.\n\n"
     )
-    happened = [[one.name, f"{one.minutes:.1f}", *one.counts.values()] for one in engines]
+    happened = [
+        [engine.name, f"{engine.minutes:.1f}", *engine.counts.values()] for engine in engines
+    ]
     text += table(["engine", "minutes", *engines[0].counts], happened) + "\n"
     rows = [
         [
-            one.name,
+            engine.name,
             trend.name,
             f"{trend.first:.1f}",
             f"{trend.middle:.1f}",
@@ -143,13 +145,13 @@ def _text(engines: Sequence[Soaked], ranks: int) -> str:
             f"{trend.allowed:.1f}",
             "**grown**" if trend.grown else "no growth",
         ]
-        for one in engines
-        for trend in one.trends
+        for engine in engines
+        for trend in engine.trends
     ]
     header = ["engine", "quantity", "warm-up", "middle third", "grew", "allowed", ""]
     text += table(header, rows) + "\n"
-    for one in engines:
-        text += f"Left after the end, {one.name}: {', '.join(one.left) or 'nothing'}.\n"
+    for engine in engines:
+        text += f"Left after the end, {engine.name}: {', '.join(engine.left) or 'nothing'}.\n"
     return text
 
 
@@ -162,9 +164,9 @@ def run(
     os.environ.update(ENVIRONMENT | storms.ENVIRONMENT)
     facts = machine()
     engines = [soak_engine(on, 30 * minutes, interval, ranks) for on in (False, True)]
-    body = {"ranks": ranks, "engines": [asdict(one) for one in engines]}
+    body = {"ranks": ranks, "engines": [asdict(engine) for engine in engines]}
     write_results("soak", facts, body, _text(engines, ranks))
-    raise typer.Exit(not all(one.fine for one in engines))
+    raise typer.Exit(not all(engine.fine for engine in engines))
 
 
 if __name__ == "__main__":

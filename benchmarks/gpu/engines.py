@@ -86,7 +86,7 @@ def _beside_stock(
 ) -> Iterator[dict[str, Any]]:
     for row in steps:
         of_tp = stock[Layout.parse(row["layout"]).tp]["steps"]
-        (other,) = (one for one in of_tp if one["requests"] == row["requests"])
+        (other,) = (step for step in of_tp if step["requests"] == row["requests"])
         theirs = {f"stock_{name}": other[name] for name in ("ms", "low_ms", "high_ms")}
         yield {**row, **theirs, "ratio": row["ms"] / other["ms"]}
 
@@ -157,9 +157,9 @@ def _gaps(llm: Any, texts: Sequence[Sequence[int]]) -> list[float]:
     while engine.has_unfinished_requests():
         answered = engine.step()
         now = time.perf_counter()
-        for one in answered:
-            came[one.request_id].append(now)
-    return [b - a for one in came.values() for a, b in pairwise(one[_UNSETTLED:])]
+        for output in answered:
+            came[output.request_id].append(now)
+    return [b - a for times in came.values() for a, b in pairwise(times[_UNSETTLED:])]
 
 
 def _facts(worker: Any) -> dict[str, Any]:
@@ -176,16 +176,16 @@ def _facts(worker: Any) -> dict[str, Any]:
     runtimes = getattr(worker, "_runtimes", None)
     runners = {_STOCK: worker.model_runner}
     if runtimes:
-        runners = {str(layout): one.runner for layout, one in runtimes.items()}
+        runners = {str(layout): runtime.runner for layout, runtime in runtimes.items()}
     storages: dict[int, int] = {}
     weights = {}
     for name, runner in runners.items():
         parameters = list(runner.get_model().parameters())
-        packed = not all(one.numel() for one in parameters)
-        size = sum(one.numel() * one.element_size() for one in parameters)
+        packed = not all(parameter.numel() for parameter in parameters)
+        size = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
         weights[name] = None if packed else size
-        of_model = (one.untyped_storage() for one in parameters)
-        storages |= {one.data_ptr(): one.nbytes() for one in of_model}
+        of_model = (parameter.untyped_storage() for parameter in parameters)
+        storages |= {storage.data_ptr(): storage.nbytes() for storage in of_model}
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
         memory = total - free

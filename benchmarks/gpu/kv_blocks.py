@@ -114,15 +114,15 @@ class Case:
 
         source_pools, target_pools = pools(source), pools(target)
         every = self.narrow.replicas * self.requests
-        found = []
+        requests = []
         for index in range(every):
             # A wide replica takes over the requests of the narrow ones that are within it.
             narrow = index // self.requests
             a, b = narrow % source.replicas, narrow % target.replicas
             held, wanted = (tuple(islice(p, count)) for p in (source_pools[a], target_pools[b]))
-            found.append(RequestBlocks(f"{index}", a, held, b, wanted))
+            requests.append(RequestBlocks(f"{index}", a, held, b, wanted))
         kinds = (FullAttention(self.model.kv_heads, BLOCK),)
-        moves = plan_moves(source, target, kinds, found)
+        moves = plan_moves(source, target, kinds, requests)
         return RankMoves.of(0, source.world_size, moves)
 
 

@@ -18,13 +18,13 @@ def machine(device: torch.device) -> dict[str, Any]:
     with suppress(PackageNotFoundError):
         facts["triton"] = version("triton")
     if device.type == "cuda":
-        found = torch.cuda.get_device_properties(device)
+        properties = torch.cuda.get_device_properties(device)
         facts |= {
-            "device": found.name,
-            "capability": f"{found.major}.{found.minor}",
-            "multiprocessors": found.multi_processor_count,
-            "memory_gib": round(found.total_memory / 2**30, 1),
-            "l2_mib": round(found.L2_cache_size / 2**20, 1),
+            "device": properties.name,
+            "capability": f"{properties.major}.{properties.minor}",
+            "multiprocessors": properties.multi_processor_count,
+            "memory_gib": round(properties.total_memory / 2**30, 1),
+            "l2_mib": round(properties.L2_cache_size / 2**20, 1),
             "cuda": torch.version.cuda,
         }
     return facts
@@ -146,12 +146,12 @@ _SECTIONS = {
 
 
 def _slowest(rows: Sequence[Mapping[str, Any]], by: Sequence[str]) -> list[Mapping[str, Any]]:
-    found: dict[tuple[Any, ...], Mapping[str, Any]] = {}
+    slowest: dict[tuple[Any, ...], Mapping[str, Any]] = {}
     for row in rows:
         key = tuple(row[name] for name in by)
-        if key not in found or row["ms"] > found[key]["ms"]:
-            found[key] = row
-    return list(found.values())
+        if key not in slowest or row["ms"] > slowest[key]["ms"]:
+            slowest[key] = row
+    return list(slowest.values())
 
 
 def _spread(row: Mapping[str, Any]) -> str:

@@ -69,23 +69,23 @@ class _Weights:
 
     def blocks(self, rank: int) -> dict[str, dict[int, Block]]:
         """Where each layout's shard is brought together, by matrix and tp."""
-        found = {}
+        blocks = {}
         tp_ranks = {layout.tp: layout.tp_rank_of(rank) for layout in LAYOUTS}
         for name, partition in self.partitions.items():
             whole = partition.shard(_BASE.tp, tp_ranks[_BASE.tp])
             pieces = {tp: pieces_of(partition.shard(tp, at), whole) for tp, at in tp_ranks.items()}
             unit = common_unit(whole.size, pieces.values())
-            found[name] = {tp: block_of(of_tp, whole.size, unit) for tp, of_tp in pieces.items()}
-        return found
+            blocks[name] = {tp: block_of(of_tp, whole.size, unit) for tp, of_tp in pieces.items()}
+        return blocks
 
     def check(self, blocks: Mapping[str, Block]) -> None:
         """That the block of each matrix is the shard, as cut out of the original."""
         for name, block in blocks.items():
             units = torch.tensor(block.units, device=self.tensors[name][0].device)
             for tensor, original in zip(self.tensors[name], self.original[name], strict=True):
-                found = tensor[block.start : block.start + block.size]
+                shard = tensor[block.start : block.start + block.size]
                 expected = original.unflatten(0, (-1, block.unit))[units].flatten(0, 1)
-                assert _same(found, expected), f"the shard of {name} is wrong"
+                assert _same(shard, expected), f"the shard of {name} is wrong"
 
     def check_restored(self) -> None:
         """That everything is where it was."""
@@ -138,21 +138,21 @@ def _plan(
     weights: _Weights, blocks: Mapping[str, Mapping[int, Block]], source: int, target: int
 ) -> ByteSwaps:
     """One round of swaps after the other, each over all layers."""
-    made: list[list[RowSwap]] = []
+    swaps: list[list[RowSwap]] = []
     for name, of_tp in blocks.items():
         base = next(iter(of_tp.values()))  # of all rows
         original = RowOrder.original(base.size, base.unit)
         before, after = (original.bring(of_tp[tp]) for tp in (source, target))
         for index, together in enumerate(rounds(before.swaps_to(after))):
-            if index == len(made):
-                made.append([])
-            made[index] += [
-                RowSwap(tensor, one.a, one.b, one.length)
+            if index == len(swaps):
+                swaps.append([])
+            swaps[index] += [
+                RowSwap(tensor, swap.a, swap.b, swap.length)
                 for tensor in weights.tensors[name]
-                for one in together
+                for swap in together
             ]
-    return prepare(made)
+    return prepare(swaps)
 
 
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.equal(one.view(torch.int64), other.view(torch.int64))
+def _same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(tensor.view(torch.int64), other.view(torch.int64))

@@ -108,7 +108,7 @@ def _question(rng: random.Random, given: dict[str, int], steps: list[Step]) -> s
     said = [*given, *(step.name for step in _in_some_order(rng, given, steps))]
     name = steps[-1].name
     asked = rng.choice([f"What is {name}?", f"Find {name}.", f"How much is {name}?"])
-    return " ".join(["All numbers are modulo 100.", *(facts[one] for one in said), asked])
+    return " ".join(["All numbers are modulo 100.", *(facts[number] for number in said), asked])
 
 
 def _in_some_order(rng: random.Random, given: dict[str, int], steps: Sequence[Step]) -> list[Step]:
@@ -193,8 +193,8 @@ class _Solution:
         self._rng.shuffle(names)
         if self._rng.random() < 0.4:
             return []
-        one = self._rng.choice(["{} is {}.", "We have {} = {}.", "{} = {} is given."])
-        return [one.format(name, self._problem.given[name]) for name in names]
+        wording = self._rng.choice(["{} is {}.", "We have {} = {}.", "{} = {} is given."])
+        return [wording.format(name, self._problem.given[name]) for name in names]
 
     def _order(self) -> list[Step]:
         return _in_some_order(self._rng, self._problem.given, self._problem.steps)

@@ -56,7 +56,7 @@ def make_tokenizer(seed: int) -> Any:
     core.decoder = decoders.ByteLevel()
     rng = random.Random(f"tokenizer/{seed}")
     core.train_from_iterator(
-        (f"{one.text} {solution(rng, one)}" for one in _problems(rng, TOKENIZER_DOCUMENTS)),
+        (f"{task.text} {solution(rng, task)}" for task in _problems(rng, TOKENIZER_DOCUMENTS)),
         trainers.BpeTrainer(
             vocab_size=MOST_VOCAB,
             special_tokens=list(SPECIAL_TOKENS),
@@ -94,7 +94,7 @@ def pretrain(path: Path, seed: int = 0) -> None:
     )
     model = Qwen3ForCausalLM(config).train()
     inside = [p for p in model.model.layers.parameters() if p.dim() == 2]
-    others = [p for p in model.parameters() if all(p is not one for one in inside)]
+    others = [p for p in model.parameters() if all(p is not inner for inner in inside)]
     optimizers = (
         torch.optim.Muon(inside, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0),
@@ -147,10 +147,10 @@ def _batches(tokenizer: Any, rng: random.Random) -> Iterator[list[Row]]:
         rows = [
             (
                 # A question as the policy sees it.
-                [tokenizer.bos_token_id, *tokenizer.encode(f"{one.text}\n")],
-                [*tokenizer.encode(solution(rng, one)), tokenizer.eos_token_id],
+                [tokenizer.bos_token_id, *tokenizer.encode(f"{task.text}\n")],
+                [*tokenizer.encode(solution(rng, task)), tokenizer.eos_token_id],
             )
-            for one in _problems(rng, POOL_DOCUMENTS)
+            for task in _problems(rng, POOL_DOCUMENTS)
         ]
         rows = [(prompt, response) for prompt, response in rows if len(prompt + response) < longest]
         batches: list[list[Row]] = [[]]

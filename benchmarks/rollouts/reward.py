@@ -5,8 +5,8 @@ import re
 
 def graded(text: str) -> int | None:
     """The answer that a solution gives, or None."""
-    found = re.findall(r"Answer: (\d+)", text)
-    return int(found[-1]) if found else None
+    answers = re.findall(r"Answer: (\d+)", text)
+    return int(answers[-1]) if answers else None
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, **_: object) -> float:

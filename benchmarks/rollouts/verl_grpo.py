@@ -116,13 +116,13 @@ def write_data(work: Path, prompts: int, seed: int) -> Path:
     rng = random.Random(f"verl/{seed}")
     rows: list[dict[str, Any]] = []
     while len(rows) < prompts:
-        one = problem(rng)
-        if len(tokenizer.encode(one.text)) < MOST_PROMPT_TOKENS - 2:
+        task = problem(rng)
+        if len(tokenizer.encode(task.text)) < MOST_PROMPT_TOKENS - 2:
             rows.append(
                 {
                     "data_source": "arithmetic",
-                    "prompt": [{"role": "user", "content": one.text}],
-                    "reward_model": {"style": "rule", "ground_truth": str(one.answer)},
+                    "prompt": [{"role": "user", "content": task.text}],
+                    "reward_model": {"style": "rule", "ground_truth": str(task.answer)},
                     "extra_info": {"index": len(rows)},
                 }
             )
@@ -188,7 +188,7 @@ def train(work: Path, data: Path, side: str, args: argparse.Namespace) -> list[S
 def _hydra(value: object) -> str:
     """As its overrides are written."""
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{name}:{_hydra(one)}" for name, one in value.items()) + "}"
+        return "{" + ",".join(f"{name}:{_hydra(entry)}" for name, entry in value.items()) + "}"
     if isinstance(value, (list, tuple)):
         return "[" + ",".join(map(_hydra, value)) + "]"
     return str(value)
@@ -204,11 +204,11 @@ def _steps(text: str, dump: Path, model: Path) -> list[Step]:
     steps = []
     for number, (line, rollout) in enumerate(zip(lines, rollouts, strict=True), 1):
         drafts = re.search(r"(\d+) of \d+ draft tokens accepted", rollout)
-        found = [json.loads(one) for one in (dump / f"{number}.jsonl").read_text().splitlines()]
-        texts = [one["output"] for one in found]
+        samples = [json.loads(row) for row in (dump / f"{number}.jsonl").read_text().splitlines()]
+        texts = [sample["output"] for sample in samples]
         steps.append(
             Step(
-                reward=float(np.mean([one["score"] for one in found])),
+                reward=float(np.mean([sample["score"] for sample in samples])),
                 rollout=_logged("timing_s/gen", line),
                 whole=_logged("timing_s/step", line),
                 lengths=tuple(map(len, tokenizer(texts, add_special_tokens=False)["input_ids"])),
@@ -219,9 +219,9 @@ def _steps(text: str, dump: Path, model: Path) -> list[Step]:
 
 
 def _logged(name: str, line: str) -> float:
-    found = re.search(rf"{name}:([0-9.e+-]+)", line)
-    assert found, f"VeRL did not log {name}"
-    return float(found[1])
+    match = re.search(rf"{name}:([0-9.e+-]+)", line)
+    assert match, f"VeRL did not log {name}"
+    return float(match[1])
 
 
 def shown(sides: Mapping[str, Sequence[Step]], args: argparse.Namespace) -> str:
@@ -229,24 +229,24 @@ def shown(sides: Mapping[str, Sequence[Step]], args: argparse.Namespace) -> str:
     rows = []
     for number in range(args.epochs):
         for side, steps in sides.items():
-            one = steps[number]
+            step = steps[number]
             rows.append(
                 [
                     number,
                     side,
-                    f"{one.reward:.3f}",
-                    *(f"{np.percentile(one.lengths, q):.0f}" for q in (50, 90, 100)),
-                    f"{one.tokens_per_step:.2f}",
-                    f"{one.rollout:.1f}",
-                    f"{one.microseconds:.0f}",
-                    f"{one.whole:.1f}",
+                    f"{step.reward:.3f}",
+                    *(f"{np.percentile(step.lengths, q):.0f}" for q in (50, 90, 100)),
+                    f"{step.tokens_per_step:.2f}",
+                    f"{step.rollout:.1f}",
+                    f"{step.microseconds:.0f}",
+                    f"{step.whole:.1f}",
                 ]
             )
     heads = ["epoch", "side", "reward", "median", "p90", "longest", "tokens a step", "rollout, s"]
     first, *others = sides
     ratios = []
     for other in others:
-        ours, theirs = ([one.microseconds for one in sides[side]] for side in (first, other))
+        ours, theirs = ([step.microseconds for step in sides[side]] for side in (first, other))
         ratio = paired_ratio(ours, theirs).show()
         ratios.append([f"{first} / {other}", ratio, f"{ours[0] / theirs[0]:.2f}"])
     return "\n".join(
@@ -269,8 +269,8 @@ def draw(sides: Mapping[str, Sequence[Step]], picture: Path) -> None:
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
     for side, steps in sides.items():
-        left.plot([one.tokens_per_step for one in steps], marker="o", label=side)
-        right.plot([one.microseconds for one in steps], marker="o", label=side)
+        left.plot([step.tokens_per_step for step in steps], marker="o", label=side)
+        right.plot([step.microseconds for step in steps], marker="o", label=side)
     left.set(xlabel="epoch", ylabel="tokens a step")
     right.set(xlabel="epoch", ylabel="rollout, microseconds a token", ylim=(0, None))
     for axes in (left, right):

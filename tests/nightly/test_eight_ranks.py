@@ -23,9 +23,9 @@ def test_every_ordered_pair_of_layouts() -> None:
     with engine("qwen3", 8, options, max_num_batched_tokens=1000) as llm:
         for source, target in itertools.permutations(SIZES, 2):
             outcomes = run(llm, jobs, before_step=at_steps(llm, {0: source, 4: target}))
-            made = [one for one in pat_vllm.report(llm).switches if one.num_seqs][-1]
-            assert (made.source.tp, made.target.tp) == (source, target)
-            assert made.migrated == made.num_seqs == len(jobs)
-            print(f"{source} -> {target}: stall {1e3 * (made.seconds - made.quiesce):.0f} ms")
+            last = [switch for switch in pat_vllm.report(llm).switches if switch.num_seqs][-1]
+            assert (last.source.tp, last.target.tp) == (source, target)
+            assert last.migrated == last.num_seqs == len(jobs)
+            print(f"{source} -> {target}: stall {1e3 * (last.seconds - last.quiesce):.0f} ms")
             pat_vllm.switch(llm, tp=target)
             assert_teacher_forced(llm, jobs, outcomes, tolerance(llm))

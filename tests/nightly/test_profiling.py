@@ -39,10 +39,10 @@ def test_the_commands_profile_is_of_any_engine_with_its_flags(tmp_path: Path) ->
     with engine("qwen3", 2, {}) as llm:
         scheduler = scheduler_of(llm)
         executor = scheduler.replica_set.executor
-        found = load.load_or_measure(
+        loaded = load.load_or_measure(
             executor,
             scheduler.kv_cache_config,
             str(path),
             scheduler.replica_set.factory.seconds_to_make,
         )
-        assert found == saved
+        assert loaded == saved

@@ -66,7 +66,7 @@ def check_through_switches(server: Server) -> None:
                 server.switch(tp)
                 tp = 3 - tp
             assert answers.result() == quiet
-        assert sum(one.migrated for one in server.report().switches) >= len(lengths)
+        assert sum(switch.migrated for switch in server.report().switches) >= len(lengths)
         assert server.stop() == 0
     finally:
         server.kill()
@@ -86,7 +86,9 @@ def test_a_killed_worker_ends_all_waits_and_the_server(tmp_path: Path) -> None:
 
     try:
         server.wait_until_ready()
-        worker = next(one for one in server.family if "Worker_TP1" in "".join(one.cmdline()))
+        worker = next(
+            process for process in server.family if "Worker_TP1" in "".join(process.cmdline())
+        )
         with ThreadPoolExecutor() as pool:
             calls: list[Future[None]] = [
                 pool.submit(again_and_again, call)
@@ -100,9 +102,9 @@ def test_a_killed_worker_ends_all_waits_and_the_server(tmp_path: Path) -> None:
             for _ in range(3):
                 server.complete([40], stream=True)
             os.kill(worker.pid, signal.SIGKILL)
-            for one in calls:
+            for future in calls:
                 with pytest.raises((OSError, HTTPException, openai.OpenAIError)):
-                    one.result(PATIENCE)
+                    future.result(PATIENCE)
         _, left = psutil.wait_procs(server.family, timeout=PATIENCE)
         assert not left
     finally:

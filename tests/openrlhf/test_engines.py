@@ -160,10 +160,10 @@ def test_each_engine_keeps_what_it_learns_in_a_file_of_its_own(
     from pat_openrlhf import engines
     from pat_openrlhf.options import EngineOptions
 
-    made: list[dict[str, Any]] = []
+    started: list[dict[str, Any]] = []
 
     def start(**arguments: Any) -> Any:
-        made.append(arguments["pat"])
+        started.append(arguments["pat"])
         return SimpleNamespace(ready=SimpleNamespace(remote=lambda: None))
 
     actor_class = SimpleNamespace(options=lambda **options: SimpleNamespace(remote=start))
@@ -177,7 +177,7 @@ def test_each_engine_keeps_what_it_learns_in_a_file_of_its_own(
     for _ in range(2):
         of_all.options(**placed).remote(tensor_parallel_size=2)
     second = {**policy, "lengths_file": "/kept/lengths.1.json"}
-    assert made == [{"policy": policy}, {"policy": second}]
+    assert started == [{"policy": policy}, {"policy": second}]
 
 
 def test_the_handle(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,13 +15,13 @@ from tests.support.engines import Job, run, scheduler_of
 
 def cached_blocks(llm: Any) -> dict[int, dict[bytes, int]]:
     """Of each replica the hashes in its prefix cache, each with the id of a block."""
-    found: dict[int, dict[bytes, int]] = {}
+    blocks: dict[int, dict[bytes, int]] = {}
     for replica in scheduler_of(llm).replica_set.replicas:
         cache = replica.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block
-        found[replica.index] = {
+        blocks[replica.index] = {
             name: cache.get_one_block(name).block_id for name in list(cache._cache)
         }
-    return found
+    return blocks
 
 
 def _read(

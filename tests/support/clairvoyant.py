@@ -97,7 +97,7 @@ class ClairvoyantPolicy(Policy):
             every = np.arange(len(batch))
             drafting = GuessedTokens.of(batch).drafting(every, fresh, self._lengths)
         outlook = self._planner.outlook(ahead, prompts=int(prompts.sum()), drafting=drafting)
-        return min(self._planner.layouts, key=lambda one: outlook.plan(one).stay)
+        return min(self._planner.layouts, key=lambda layout: outlook.plan(layout).stay)
 
 
 def clairvoyant(

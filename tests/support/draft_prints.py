@@ -28,8 +28,8 @@ def _watch(runner: Any, drafter: Any, key: tuple[str, int]) -> None:
         global _steps
         drafts = propose(*args, **options)
         batch = args[0] if hasattr(args[0], "req_ids") else runner.input_batch
-        found = drafts if isinstance(drafts, list) else drafts.tolist()
-        said = repr((list(batch.req_ids), found)).encode()
+        tokens = drafts if isinstance(drafts, list) else drafts.tolist()
+        said = repr((list(batch.req_ids), tokens)).encode()
         _prints.setdefault(key, hashlib.sha256()).update(said)
         _steps += 1
         return drafts
@@ -40,7 +40,7 @@ def _watch(runner: Any, drafter: Any, key: tuple[str, int]) -> None:
 def take_prints(worker: Any) -> tuple[dict[tuple[str, int], str], int]:
     """Undo `watch_drafts`; the prints, and the steps that drafted."""
     global _steps
-    prints = {key: one.hexdigest() for key, one in _prints.items()}
+    prints = {key: digest.hexdigest() for key, digest in _prints.items()}
     steps, _steps = _steps, 0
     _prints.clear()
     while _stock:

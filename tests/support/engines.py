@@ -125,7 +125,7 @@ def let_vllm_look_at_numba() -> None:
 def _check_planning(llm: Any) -> None:
     """A mistake in planning is undone and told: a test that passes would not show it."""
     refused = scheduler_of(llm).controller.report().refused
-    mistakes = [one.why for one in refused if not one.expected]
+    mistakes = [refusal.why for refusal in refused if not refusal.expected]
     assert not mistakes, mistakes
 
 
@@ -196,7 +196,7 @@ class Outcome:
 def _logprobs_of(entries: Iterable[Any], tokens: Iterable[int]) -> list[float]:
     """The log-probability of each token; minus infinity where vLLM names none."""
     pairs = zip(entries, tokens, strict=False)
-    return [one[token].logprob if token in one else -math.inf for one, token in pairs]
+    return [entry[token].logprob if token in entry else -math.inf for entry, token in pairs]
 
 
 def add_job(llm: Any, name: str, job: Job) -> None:

@@ -23,7 +23,7 @@ def of_batch(name: str) -> str:
 
 def close(values: Sequence[float], tolerance: float = TOLERANCE) -> Any:
     """Compares equal to log-probabilities within the tolerance."""
-    assert all(math.isfinite(one) for one in values)
+    assert all(math.isfinite(value) for value in values)
     return pytest.approx(values, abs=tolerance)
 
 

@@ -16,15 +16,15 @@ def suffix_draft(
         At most `k` tokens, and the length of the match; no tokens and 0 where it is too short.
     """
     match, end, text = 0, 0, own
-    for one in [*rows, own]:
-        for place in range(1, len(one)):
+    for row in [*rows, own]:
+        for place in range(1, len(row)):
             length = 0
             while (
-                length < min(place, len(own), LONGEST) and one[place - 1 - length] == own[~length]
+                length < min(place, len(own), LONGEST) and row[place - 1 - length] == own[~length]
             ):
                 length += 1
             if length and length >= match:
-                match, end, text = length, place, one
+                match, end, text = length, place, row
     if match < shortest:
         return [], 0
     tokens = list(text[end : end + k])

@@ -95,7 +95,7 @@ def _models(test: Any) -> Iterator[str]:
         if mark.name == "parametrize":
             for values in mark.args[1]:
                 row = values if isinstance(values, tuple) else (values,)
-                yield from (one for one in row if one in (*SPECS, *CLASSES))
+                yield from (model for model in row if model in (*SPECS, *CLASSES))
 
 
 def _listed(marks: Any) -> list[pytest.Mark]:
@@ -113,9 +113,9 @@ def _class_of(model: str) -> str:
 
 def listed() -> re.Match[str]:
     """The table as the page has it."""
-    found = re.search(r"^\| class \|.*?\n(?=\n)", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    assert found is not None
-    return found
+    match = re.search(r"^\| class \|.*?\n(?=\n)", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    assert match is not None
+    return match
 
 
 if __name__ == "__main__":

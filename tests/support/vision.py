@@ -40,7 +40,7 @@ def torchvision_stub() -> Iterator[None]:
         patch.syspath_prepend(STUB)
         path = [str(STUB), os.environ.get("PYTHONPATH", "")]
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, path)))
-        for name in [one for one in sys.modules if one.partition(".")[0] == "torchvision"]:
+        for name in [module for module in sys.modules if module.partition(".")[0] == "torchvision"]:
             patch.delitem(sys.modules, name)  # another test's, perhaps
         yield
 

@@ -30,7 +30,7 @@ CLOSE = 1e-4
 
 With KV of one token from the weights before, half of the tokens are off by more than 0.3.
 """
-QUESTIONS = [f"{one} plus {3 * one} is what, and times three?" for one in (17, 28, 39, 41, 52, 64)]
+QUESTIONS = [f"{n} plus {3 * n} is what, and times three?" for n in (17, 28, 39, 41, 52, 64)]
 """Longer than a block, in which they differ: no first turn finds another's prefix."""
 TURNS = 3
 LENGTHS = [16 + 20 * place for place in range(len(QUESTIONS))]
@@ -153,10 +153,10 @@ def check_report(report: Any, since: float, rollouts: int) -> float:
         When the last one was made.
     """
     assert report.later_turns == rollouts * (TURNS - 1) * len(QUESTIONS)
-    switches = [one for one in report.switches if one.at > since]
-    within = [one for one in switches if one.num_seqs]
-    between = [one for one in switches if not one.num_seqs and one.cached_tokens]
-    assert len(within) == TURNS and all(one.migrated and one.kv_bytes for one in within)
+    switches = [switch for switch in report.switches if switch.at > since]
+    within = [switch for switch in switches if switch.num_seqs]
+    between = [switch for switch in switches if not switch.num_seqs and switch.cached_tokens]
+    assert len(within) == TURNS and all(switch.migrated and switch.kv_bytes for switch in within)
     assert len(between) >= TURNS - 1
     return float(switches[-1].at)
 

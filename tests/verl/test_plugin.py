@@ -209,8 +209,12 @@ def test_only_cumulative_outputs_are_joined(kind: str) -> None:
         params = SamplingParams(output_kind=RequestOutputKind[kind])
         outputs = engine.generate(prompt=[1], sampling_params=params, request_id="a")
         return [
-            (list(one.outputs[0].token_ids), len(one.outputs[0].logprobs), one.finished)
-            async for one in outputs
+            (
+                list(response.outputs[0].token_ids),
+                len(response.outputs[0].logprobs),
+                response.finished,
+            )
+            async for response in outputs
         ]
 
     engine: Any = Engine()
@@ -239,7 +243,7 @@ def test_only_stop_strings_need_text(stop: Any) -> None:
             yield "an output"
 
     async def outputs() -> list[Any]:
-        return [one async for one in engine.generate([1], SamplingParams(stop=stop))]
+        return [response async for response in engine.generate([1], SamplingParams(stop=stop))]
 
     engine: Any = Engine()
     _send_first_and_last_outputs(engine)

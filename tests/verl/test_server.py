@@ -109,8 +109,8 @@ def test_weights_pushed_between_regroups(pat: Server, old: Reference, new: Refer
     after = [in_layout(pat, 1), in_layout(pat, 2)]
     for then, now in zip(before, after, strict=True):
         assert [r.token_ids for r in now] == [r.token_ids for r in then]
-        for one, other in zip(now, then, strict=True):
-            assert one.logprobs == pytest.approx(other.logprobs, abs=CLOSE)
+        for response, earlier in zip(now, then, strict=True):
+            assert response.logprobs == pytest.approx(earlier.logprobs, abs=CLOSE)
     old.check(regrouped(pat), PROMPTS)
 
 

@@ -142,8 +142,8 @@ def apply(module: Any) -> None:
             owner = functools.reduce(getattr, owners, module)
             stock = vars(owner)[name]
             of_class = isinstance(stock, classmethod)
-            made = patch.make(stock.__func__ if of_class else stock)
-            setattr(owner, name, classmethod(made) if of_class else made)
+            changed = patch.make(stock.__func__ if of_class else stock)
+            setattr(owner, name, classmethod(changed) if of_class else changed)
 
 
 def install() -> None:

@@ -81,7 +81,9 @@ def contents(wheels: Iterable[Path], left_out: Sequence[str]) -> Iterator[tuple[
     for wheel in wheels:
         with zipfile.ZipFile(wheel) as archive:
             for path in archive.namelist():
-                if path.endswith("/") or any(fnmatch.fnmatch(path, one) for one in left_out):
+                if path.endswith("/") or any(
+                    fnmatch.fnmatch(path, pattern) for pattern in left_out
+                ):
                     continue
                 yield path, archive.read(path)
 

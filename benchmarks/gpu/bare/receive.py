@@ -38,10 +38,10 @@ def receive(carried: Path, kept: Path, site: Path) -> list[str]:
             shutil.move(carried / name, kept / name)
     come = [kept / name for name in sums if (kept / name).exists()]
     damaged = [
-        one for one in come if hashlib.sha256(one.read_bytes()).hexdigest() != sums[one.name]
+        path for path in come if hashlib.sha256(path.read_bytes()).hexdigest() != sums[path.name]
     ]
     if damaged:
-        raise ValueError(f"damaged, carry again: {', '.join(one.name for one in damaged)}")
+        raise ValueError(f"damaged, carry again: {', '.join(path.name for path in damaged)}")
     if missing := [name for name in sums if kept / name not in come]:
         return missing
     shutil.rmtree(site, ignore_errors=True)

@@ -63,8 +63,8 @@ def commands(step: str, arguments: Sequence[str], out: Path, ranks: int) -> list
         if name not in MODEL_SHAPES:
             raise ValueError(f"no model {name!r}: {', '.join(MODEL_SHAPES)}")
         limits = "--max-model-len 16384 --max-num-seqs 256 --tensor-parallel-size 1"
-        made = f"pat-vllm profile {MODEL} --load-format dummy --output {out}/profile-{name}.json"
-        return [[*f"{made} {limits}".split(), *more]]
+        command = f"pat-vllm profile {MODEL} --load-format dummy --output {out}/profile-{name}.json"
+        return [[*f"{command} {limits}".split(), *more]]
     if step == "two":
         return [[*doctor, json.dumps({**small, "disable_custom_all_reduce": True}), *arguments]]
     if step == "twographs":

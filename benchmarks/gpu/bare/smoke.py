@@ -53,18 +53,21 @@ def main() -> int:
             outputs = generate(llm, texts, likeliest=5)
             if number < 2:
                 # Compiled code rounds to 16 bits in other places than eager code.
-                rounding = [one.apart(score(llm, texts, one.outputs)) for one in references]
+                rounding = [
+                    reference.apart(score(llm, texts, reference.outputs))
+                    for reference in references
+                ]
                 references.append(Reference(outputs, score(llm, texts, outputs), *rounding))
             llm.llm_engine.engine_core.shutdown()
             expected = references[number // 3]
             tolerance = references[-1].tolerance if number == 1 else expected.tolerance
             try:
                 references[-1].check()
-                found = str(expected.compare_outputs(outputs, tolerance))
+                comparison = str(expected.compare_outputs(outputs, tolerance))
             except Differs as error:
                 print(f"{name}: {error}", flush=True)
                 return 1
-            print(f"{name}: started in {started:.1f} s; {found}", flush=True)
+            print(f"{name}: started in {started:.1f} s; {comparison}", flush=True)
     return 0
 
 

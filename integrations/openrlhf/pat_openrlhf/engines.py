@@ -161,7 +161,7 @@ class PatEngines:
         count, ranks = self._options.num_engines, arguments["tensor_parallel_size"]
         if not self._starting:
             group = ray_options["scheduling_strategy"].placement_group
-            check_nodes(group, [get_bundle_indices(group, one, ranks) for one in range(count)])
+            check_nodes(group, [get_bundle_indices(group, index, ranks) for index in range(count)])
         # OpenRLHF sends an engine a call for each prompt, and to one that stands for N engines N
         # times as many. Calls above Ray's limit would wait, weight updates among them.
         calls = _CALLS_OF_RAY * ranks

@@ -49,10 +49,10 @@ def check_verl_version(version: str) -> None:
         return
     first, past = (tuple(int(n) for n in v.split(".")) for v in TESTED_VERL)
     try:
-        found = tuple(int(n) for n in version.split(".")[:2])
+        installed = tuple(int(n) for n in version.split(".")[:2])
     except ValueError:
-        found = (0, 0)
-    if not first <= found < past:
+        installed = (0, 0)
+    if not first <= installed < past:
         raise ValueError(
             f"rollout.name={NAME} is tested with verl >= {TESTED_VERL[0]}, < {TESTED_VERL[1]}, but "
             f"verl {version} is installed. Install a tested one (pip install --no-deps "
@@ -125,20 +125,20 @@ def speculative_config(rollout: Any) -> dict[str, Any] | None:
 def plain(value: Any) -> Any:
     """Mappings and lists of OmegaConf as dicts and lists."""
     if hasattr(value, "items"):
-        return {key: plain(one) for key, one in value.items()}
+        return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple) or type(value).__name__ == "ListConfig":
-        return [plain(one) for one in value]
+        return [plain(item) for item in value]
     return value
 
 
 def _found(rollout: Any, model: Any) -> list[tuple[str, Any, str]]:
     """Options that PAT cannot serve, as (option, value, way out)."""
-    found: list[tuple[str, Any, str]] = []
+    problems: list[tuple[str, Any, str]] = []
 
     def refuse(option: str, way_out: str, when: bool = True, value: Any = None) -> None:
         if when:
             shown = _get(rollout, option) if value is None else value
-            found.append((f"rollout.{option}", shown, way_out))
+            problems.append((f"rollout.{option}", shown, way_out))
 
     replicas = "PAT makes replicas of the ranks by itself: set 1, and name all GPUs of a node in "
     replicas += "rollout.tensor_model_parallel_size"
@@ -223,7 +223,7 @@ def _found(rollout: Any, model: Any) -> list[tuple[str, Any, str]]:
 
     rank = _number(model, "lora.rank", 0) or _number(model, "lora_rank", 0)
     if rank > 0 and not _get(model, "lora.merge"):
-        found.append(
+        problems.append(
             (
                 "model.lora_rank",
                 rank,
@@ -231,7 +231,7 @@ def _found(rollout: Any, model: Any) -> list[tuple[str, Any, str]]:
                 "merged weights",
             )
         )
-    return found
+    return problems
 
 
 def _gpu_problems(

@@ -112,12 +112,12 @@ BREAKS = {
 def report(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Of one vLLM that has all breaks."""
     folder, instead = tmp_path_factory.mktemp("doctored"), dict[Path, Path]()
-    for one in BREAKS.values():
-        file = sources(INSTALLED) / "vllm" / one.path
+    for fault in BREAKS.values():
+        file = sources(INSTALLED) / "vllm" / fault.path
         text = instead.get(file, file).read_text()
-        assert one.stock in text, one
-        instead[file] = folder / one.path.replace("/", "-")
-        instead[file].write_text(text.replace(one.stock, one.doctored))
+        assert fault.stock in text, fault
+        instead[file] = folder / fault.path.replace("/", "-")
+        instead[file].write_text(text.replace(fault.stock, fault.doctored))
     broken = check(sources(INSTALLED), CACHE / "doctored", instead)
     gone = [line.replace(": ", ": overridden: ") for line in found(INSTALLED).overrides]
     still = {line.replace(": ", ": overridden: ") for line in broken.overrides}
@@ -128,8 +128,8 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.mark.parametrize("what", BREAKS)
 def test_a_break_is_reported(what: str, report: list[str]) -> None:
-    one = BREAKS[what]
-    assert any(one.user in line and one.message in line for line in report), report
+    fault = BREAKS[what]
+    assert any(fault.user in line and fault.message in line for line in report), report
 
 
 def test_nothing_is_reported_without_a_break() -> None:

@@ -28,10 +28,10 @@ def test_a_folder_of_the_users(results: Program) -> None:
     compiled = {"num_graphs_seen": 2, "num_aot_compiles": 0, "num_compiled_artifacts_loaded": 0}
     for result, counts in ((before, compiled), (after, nothing)):
         check(result, results.of("plain"), counts)
-    for one, other in zip(before["compiled"], after["compiled"], strict=True):
-        saved = one["num_compiled_artifacts_saved"]
-        assert saved == one["num_cache_entries_updated"] > 0
-        assert other["num_compiled_artifacts_loaded"] == saved
+    for cold, warm in zip(before["compiled"], after["compiled"], strict=True):
+        saved = cold["num_compiled_artifacts_saved"]
+        assert saved == cold["num_cache_entries_updated"] > 0
+        assert warm["num_compiled_artifacts_loaded"] == saved
 
 
 def test_compiled_to_machine_code(results: Program) -> None:

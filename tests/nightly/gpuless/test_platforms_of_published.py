@@ -26,5 +26,5 @@ def test_workers(version: str, tmp_path: Path) -> None:
         *("capture_sizes", "collectives", "draft_graphs", "happens_before", "layouts_in_updates"),
         *("sizes", "worker"),
     )
-    tests = [f"vllm/{one}" for one in folders] + [f"gpuless/test_{one}.py" for one in files]
+    tests = [f"vllm/{folder}" for folder in folders] + [f"gpuless/test_{file}.py" for file in files]
     run_on(version, tests, tmp_path, v2=True)

@@ -51,16 +51,16 @@ def _lines_of(tree: ast.AST, names: list[str], whole: str) -> tuple[int, int]:
     """First line, from 0, and the line after the last one of a definition."""
     node = tree
     for name in names:
-        found = [
+        definitions = [
             child
             for child in ast.iter_child_nodes(node)
             if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
             and child.name == name
         ]
-        assert found, f"there is no {whole}"
-        node = found[-1]  # of overloads, the implementation
+        assert definitions, f"there is no {whole}"
+        node = definitions[-1]  # of overloads, the implementation
     assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-    first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
+    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
     assert node.end_lineno is not None
     return first - 1, node.end_lineno
 

@@ -64,6 +64,8 @@ def test_memory_is_flat(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         assert pat_vllm.switch(llm, tp=3 - pat_vllm.report(llm).layout.tp)
         assert rows.num_bytes <= KEPT
         assert not rows._keys and not rows._rows and not rows._changed and not rows._siblings
-        sizes.append(sum(one.memory_info().rss for one in processes if one.is_running()))
+        sizes.append(
+            sum(process.memory_info().rss for process in processes if process.is_running())
+        )
     first, last = min(sizes[10:20]), min(sizes[-10:])
     assert last - first < 8 << 20, [size >> 20 for size in sizes]

@@ -96,7 +96,7 @@ def test_log_probabilities_are_those_of_the_target_layout(
     for seed, pair in enumerate(itertools.permutations(scores, 2)):
         began = len(pat_vllm.report(llm).switches)
         outcomes, _ = take_way(llm, pair, batch(), static, tolerance(llm), seed)
-        (switch,) = [one for one in pat_vllm.report(llm).switches[began:] if one.num_seqs]
+        (switch,) = [switch for switch in pat_vllm.report(llm).switches[began:] if switch.num_seqs]
         assert (str(switch.source), str(switch.target)) == pair
         assert switch.migrated == switch.num_seqs > 3
         for name, outcome in outcomes.items():

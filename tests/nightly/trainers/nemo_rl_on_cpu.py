@@ -26,9 +26,9 @@ def _in_place_of(name: str, **contents: Any) -> None:
     """Have a module of NeMo-RL's with these contents; a package's other modules stay."""
     module = ModuleType(name)
     parent, _, child = name.rpartition(".")
-    found = importlib.util.find_spec(parent)
-    assert found is not None and found.submodule_search_locations
-    module.__path__ = [f"{folder}/{child}" for folder in found.submodule_search_locations]
+    spec = importlib.util.find_spec(parent)
+    assert spec is not None and spec.submodule_search_locations
+    module.__path__ = [f"{folder}/{child}" for folder in spec.submodule_search_locations]
     vars(module).update(contents)
     sys.modules[name] = module
 

@@ -28,9 +28,9 @@ def put_back_what_moved() -> None:
     for old, places in _MOVED.items():
         module = ModuleType(f"vllm.entrypoints.{old}")
         for place in places:
-            found = importlib.import_module(f"vllm.entrypoints.{place}")
-            module = found if len(places) == 1 else module
-            for name, value in vars(found).items():
+            moved = importlib.import_module(f"vllm.entrypoints.{place}")
+            module = moved if len(places) == 1 else module
+            for name, value in vars(moved).items():
                 vars(module).setdefault(name, value)
         package, _, last = f"vllm.entrypoints.{old}".rpartition(".")
         setattr(importlib.import_module(package), last, module)
@@ -55,8 +55,8 @@ def main(*arguments: str) -> None:
     config = cli(
         InferenceConfig,
         args=[
-            f"--{'server' if one[2:] in ours else 'vllm'}.{one[2:]}" if one[:2] == "--" else one
-            for one in arguments
+            f"--{'server' if arg[2:] in ours else 'vllm'}.{arg[2:]}" if arg[:2] == "--" else arg
+            for arg in arguments
         ],
     )
     setup_vllm_env(config)

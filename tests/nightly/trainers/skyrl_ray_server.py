@@ -44,7 +44,7 @@ def main(*arguments: str) -> None:
     from tests.support.ray_on_cpu import ray_on_cpu
 
     parsed = vars(_build_standalone_cli_args([*arguments]))
-    given = {one[2:].replace("-", "_") for one in arguments if one.startswith("--")}
+    given = {argument[2:].replace("-", "_") for argument in arguments if argument.startswith("--")}
     options = {name: parsed[name] for name in given}
 
     config = SkyRLTrainConfig()

@@ -68,7 +68,7 @@ def generated(client: Client, index: int, tokens: int) -> Answer:
     params = SAMPLING | {"max_tokens": tokens}
     body = {"token_ids": PROMPTS[index], "sampling_params": params}
     (choice,) = client.post("/skyrl/v1/generate", body)["choices"]
-    return choice["token_ids"], [one["logprob"] for one in choice["logprobs"]["content"]]
+    return choice["token_ids"], [token["logprob"] for token in choice["logprobs"]["content"]]
 
 
 class OverHTTP:

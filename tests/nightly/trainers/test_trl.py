@@ -92,9 +92,9 @@ def check(client: Any, model: str) -> None:
     """All prompts at once, as a batch whose end is another layout's."""
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
         given = pool.map(lambda index: generate(client, index), range(len(PROMPTS)))
-    for one, wanted in zip(given, answers(model).values(), strict=True):
-        assert one["completion_ids"] == [wanted.token_ids]
-        logprobs = [value for (value,) in one["logprobs"][0]]
+    for answer, wanted in zip(given, answers(model).values(), strict=True):
+        assert answer["completion_ids"] == [wanted.token_ids]
+        logprobs = [value for (value,) in answer["logprobs"][0]]
         assert logprobs == pytest.approx(wanted.logprobs, abs=TOLERANCE)
 
 
@@ -116,12 +116,16 @@ def test_trls_client(server: Server, client: Any) -> None:
             server.switch(tp)
             check(client, model)
     report = server.report()
-    assert {(one.source.tp, one.target.tp) for one in report.switches if one.reason == "policy"}
+    assert {
+        (switch.source.tp, switch.target.tp)
+        for switch in report.switches
+        if switch.reason == "policy"
+    }
     wanted = list(answers(OLD).values())
-    sequences = [[*p, *one.token_ids] for p, one in zip(PROMPTS, wanted, strict=True)]
+    sequences = [[*p, *answer.token_ids] for p, answer in zip(PROMPTS, wanted, strict=True)]
     scores = client.get_sequence_logprobs(sequences, [len(prompt) for prompt in PROMPTS], 1)
-    for given, one in zip(scores["actual_logprobs"], wanted, strict=True):
-        assert [v for (v,) in given] == pytest.approx(one.logprobs, abs=TOLERANCE)
+    for given, answer in zip(scores["actual_logprobs"], wanted, strict=True):
+        assert [v for (v,) in given] == pytest.approx(answer.logprobs, abs=TOLERANCE)
 
 
 def test_requests_during_an_update_wait(server: Server, client: Any) -> None:
@@ -175,7 +179,7 @@ def test_grpo(server: Server, client: Any, tmp_path: Path) -> None:
         callbacks=[Switches()],
     )
     trainer.train()
-    logs = [one for one in trainer.state.log_history if "reward" in one]
-    assert len(logs) == 4 and all(one["grad_norm"] > 0 for one in logs)
-    for one in logs:
-        assert one["sampling/sampling_logp_difference/max"] < 1e-3
+    logs = [log for log in trainer.state.log_history if "reward" in log]
+    assert len(logs) == 4 and all(log["grad_norm"] > 0 for log in logs)
+    for log in logs:
+        assert log["sampling/sampling_logp_difference/max"] < 1e-3

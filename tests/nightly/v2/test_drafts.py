@@ -41,7 +41,7 @@ WITHOUT = EngineSpec(
     "repeating",
     2,
     IN_PLACE,
-    {name: one for name, one in V2_DRAFTS.options.items() if name != "speculative_config"},
+    {name: value for name, value in V2_DRAFTS.options.items() if name != "speculative_config"},
     model_runner_v2=True,
 )
 pytestmark = pytest.mark.engine(SYNCHRONOUS, FOUR)
@@ -80,8 +80,8 @@ def test_new_weights_come_while_the_engine_sleeps(
 
 def test_seeds_give_the_same_where_drafts_are_the_same(served: Served) -> None:  # noqa: F811
     jobs = {name: served.jobs[name] for name in ("allowed", "min_p", "penalties")}
-    one, other = (run_at(served.llm, jobs, longest) for _ in range(2))
-    assert_same(one, other, PLAIN_TOLERANCE)
+    first, second = (run_at(served.llm, jobs, longest) for _ in range(2))
+    assert_same(first, second, PLAIN_TOLERANCE)
 
 
 def test_without_drafts_an_engine_is_one_that_never_speculates(
