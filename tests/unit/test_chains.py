@@ -32,7 +32,7 @@ TEXTS = st.text("ab", max_size=6)
 def switches(draw: st.DrawFn) -> Switch:
     """What source replicas have, the chains wanted, requests of the targets, and their room."""
     sources = [
-        {one for text in draw(st.lists(TEXTS, max_size=4)) for one in chain(text)}
+        {block_hash for text in draw(st.lists(TEXTS, max_size=4)) for block_hash in chain(text)}
         for _ in range(draw(st.integers(1, 3)))
     ]
     live = [draw(st.lists(TEXTS, max_size=2)) for _ in range(draw(st.integers(1, 3)))]
@@ -62,33 +62,36 @@ def test_what_is_carried_can_be_found_and_is_carried_once(kinds: Kinds, case: Sw
         [{chain(text)[place] for text in texts for place in kind.held(len(text))} for kind in kinds]
         for texts in live
     ]
-    has = [[set(of_group) for of_group in one] for one in held]
+    has = [[set(of_group) for of_group in groups] for groups in held]
 
     def find(replica: int, hashes: Chain, group: int) -> list[Found | None]:
-        return [(replica, group, one) if one in sources[replica] else None for one in hashes]
+        return [
+            (replica, group, block_hash) if block_hash in sources[replica] else None
+            for block_hash in hashes
+        ]
 
-    def hit(one: PlacedChain) -> int:
+    def hit(placed: PlacedChain) -> int:
         """What is found of a chain in the target."""
-        there = has[one.target_replica]
+        there = has[placed.target_replica]
         return longest_hit(
-            kinds, len(one.hashes), lambda group, place: one.hashes[place] in there[group]
+            kinds, len(placed.hashes), lambda group, place: placed.hashes[place] in there[group]
         )
 
     chosen = fill(wanted, find, kinds, held, room)
     for index, runs in enumerate(chosen):
         for run in runs:
-            for replica, group, one in run.blocks:
+            for replica, group, block_hash in run.blocks:
                 assert (replica, group) == (run.source_replica, run.group)
-                assert one in sources[replica]
-                assert one not in has[index][group], "carried twice, or there already"
-                has[index][group].add(one)
+                assert block_hash in sources[replica]
+                assert block_hash not in has[index][group], "carried twice, or there already"
+                has[index][group].add(block_hash)
         assert has[index] == held[index]
         carried = sum(len(run.blocks) for run in runs)
         assert carried <= room[index]
-        mine = [one for one in wanted if one.target_replica == index]
+        of_target = [placed for placed in wanted if placed.target_replica == index]
         if runs:
-            assert any(map(hit, mine)), "what was carried cannot be found"
-        for place in mine:
+            assert any(map(hit, of_target)), "what was carried cannot be found"
+        for place in of_target:
             there = sources[place.source_replica]
             cached = [*takewhile(there.__contains__, place.hashes)]
             if carried + len(kinds) * len(place.hashes) <= room[index]:
@@ -100,7 +103,7 @@ def every(replica: int, hashes: Chain, group: int) -> Chain:
 
 
 def hashes_of(runs: Iterable[Run[bytes]]) -> list[bytes]:
-    return [one for run in runs for one in run.blocks]
+    return [block_hash for run in runs for block_hash in run.blocks]
 
 
 def test_the_most_wanted_chain_comes_first_and_whole() -> None:
@@ -135,7 +138,9 @@ def test_a_chain_half_live_takes_the_other_half_along() -> None:
 def test_a_block_that_was_evicted_ends_its_chain() -> None:
     (blocks,) = fill(
         [PlacedChain(chain("abc"), 0, 0), PlacedChain(chain("b"), 0, 0)],
-        lambda replica, hashes, group: [None if one == b"ab" else one for one in hashes],
+        lambda replica, hashes, group: [
+            None if block_hash == b"ab" else block_hash for block_hash in hashes
+        ],
         full(1),
         [[set()]],
         [9],
@@ -178,7 +183,7 @@ def test_memory_is_of_the_chains_in_it(events: list[tuple[bool, str]]) -> None:
         (chains.ended if ends else chains.arrived)(chain(text), 0)
         kept = chains.latest()
         assert chains._blocks == sum(map(len, kept))
-        assert max(Counter(one[-1] for one in kept).values(), default=1) == 1
+        assert max(Counter(hashes[-1] for hashes in kept).values(), default=1) == 1
 
 
 def test_the_chance_follows_what_is_asked_for_again() -> None:

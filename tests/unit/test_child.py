@@ -54,9 +54,9 @@ def test_environment_binds_ranks_and_respects_the_user(monkeypatch: pytest.Monke
     assert crowded["OMP_NUM_THREADS"] == "1"
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "4|5")
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-    mine = environment(2)
-    assert mine["VLLM_CPU_OMP_THREADS_BIND"] == "4|5"
-    assert "VLLM_CPU_KVCACHE_SPACE" not in mine
+    variables = environment(2)
+    assert variables["VLLM_CPU_OMP_THREADS_BIND"] == "4|5"
+    assert "VLLM_CPU_KVCACHE_SPACE" not in variables
 
 
 SUPERVISOR = f"""

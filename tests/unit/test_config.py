@@ -220,7 +220,7 @@ def test_schedule_policy_takes_names_of_layouts() -> None:
     chosen = [str(policy.choose(state(1, live))) for live in (9, 8, 5, 4, 3, 2)]
     assert chosen == ["tp1dp4", *["tp2dp2ep"] * 2, *["tp2dp2"] * 2, "tp4dp1"]
     config = PATConfig.parse(options)
-    limits = [config.largest_batch(one) for one in config.resolve_layouts(4, MIXTURE)]
+    limits = [config.largest_batch(layout) for layout in config.resolve_layouts(4, MIXTURE)]
     assert limits == [None, 8, 8, 2, 2], "none for the base layout, the larger of a tp's two kinds"
 
 

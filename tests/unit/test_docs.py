@@ -170,8 +170,8 @@ def links(page: Path) -> Iterator[str]:
 )
 def test_what_pages_name_exists(missing: Callable[[Path], Iterator[str]]) -> None:
     pages = [*PAGES, ROOT / "CHANGELOG.md", *RESULTS] if missing is links else PAGES
-    found = {str(page.relative_to(ROOT)): sorted(missing(page)) for page in pages}
-    assert not {page: names for page, names in found.items() if names}
+    absent = {str(page.relative_to(ROOT)): sorted(missing(page)) for page in pages}
+    assert not {page: names for page, names in absent.items() if names}
 
 
 def test_readme_is_short() -> None:

@@ -167,10 +167,10 @@ def keep_lengths(path: Path) -> bool:
 def keep_responses(path: Path) -> bool:
     file, corpus = HistoryFile(path, 512), Corpus(1 << 20)
     file.load(corpus)
-    found = corpus.num_bytes
+    loaded = corpus.num_bytes
     corpus.add(key_of([1]), [7, 8], [9])
     file.close(corpus)
-    return found == 0
+    return loaded == 0
 
 
 KEEPERS = {"lengths_file": keep_lengths, "draft_history_file": keep_responses}
@@ -223,7 +223,7 @@ def test_no_permission_stops_no_engine(
 def test_the_cache_of_profiles_is_the_users(tmp_path: Path, profile: Profile) -> None:
     path = cache.keep(profile)
     assert path is not None and cache.find(profile.key) == profile
-    assert [mode(one) for one in (path, path.parent, tmp_path / "pat")] == [0o600, 0o700, 0o700]
+    assert [mode(entry) for entry in (path, path.parent, tmp_path / "pat")] == [0o600, 0o700, 0o700]
     # What others may read is closed.
     path.parent.chmod(0o755)
     path.chmod(0o644)
@@ -300,7 +300,7 @@ def test_what_killed_writers_have_left_is_removed(tmp_path: Path, profile: Profi
             os.utime(directory / name, (0, 0))
         save()
         expected = left[1:] if directory == tmp_path else left[1:3]
-        assert {one for one in os.listdir(directory) if one.startswith(".")} == {*expected}
+        assert {entry for entry in os.listdir(directory) if entry.startswith(".")} == {*expected}
 
 
 # ---------------------------------------------------------------- what stops no engine
@@ -348,7 +348,7 @@ def test_an_engine_goes_on_where_the_disk_is_full(
         assert policy.report().batches == 1 + batch
     assert path.read_bytes() == before
     assert os.listdir(tmp_path) == ["lengths.json"]
-    (warning,) = [one.message for one in caplog.records if one.levelname == "WARNING"]
+    (warning,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert words in warning and str(path) in warning
     # When there is room again, all of it is kept.
     policy.finished(9.0, 50, True)

@@ -59,12 +59,12 @@ def test_a_hit_has_all_that_it_needs_and_is_the_longest(
             for kind, places in zip(kinds, cached, strict=False)
         )
 
-    found = longest_hit(kinds, 10, lambda group, place: place in cached[group])
-    assert found == max(blocks for blocks in range(11) if not blocks or whole(blocks))
+    hit = longest_hit(kinds, 10, lambda group, place: place in cached[group])
+    assert hit == max(blocks for blocks in range(11) if not blocks or whole(blocks))
     for kind, places in zip(kinds, cached, strict=False):
-        needed = kind.held(found * kind.block_size)
-        assert not kind.missing(found, lambda place, places=places: place in places)  # type: ignore[misc]
-        assert [*kind.missing(found, lambda place: False)] == [*needed]
+        needed = kind.held(hit * kind.block_size)
+        assert not kind.missing(hit, lambda place, places=places: place in places)  # type: ignore[misc]
+        assert [*kind.missing(hit, lambda place: False)] == [*needed]
 
 
 @given(st.lists(EVERY, min_size=1, max_size=3), st.integers(0, 60), st.integers(0, 9))

@@ -75,8 +75,8 @@ def test_layouts_share_kv_whose_ranks_hold_the_same_heads() -> None:
         ]
         for layout in layouts
     }
-    for one, other in product(layouts, layouts):
-        assert one.shares_kv(other) == (held[one] == held[other])
+    for layout, other in product(layouts, layouts):
+        assert layout.shares_kv(other) == (held[layout] == held[other])
 
 
 @pytest.mark.parametrize("name", ["tp1", "tp2dp2xx", "tp0dp4", "tp1dp4ep", "dp4tp1", ""])

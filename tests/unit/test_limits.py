@@ -83,8 +83,8 @@ def test_bounds(engine: tuple[Limits, int, PATConfig]) -> None:
     # FlashInfer's workspace is as large as the tokens of a step times the heads of a rank: that
     # of the base layout suffices for all.
     base, *others = (
-        layout_limits(one, given_, config, per_seq).max_num_batched_tokens / one.tp
-        for one in config.resolve_layouts(RANKS)
+        layout_limits(layout, given_, config, per_seq).max_num_batched_tokens / layout.tp
+        for layout in config.resolve_layouts(RANKS)
     )
     assert all(base >= other for other in others)
 

@@ -102,7 +102,7 @@ def test_layers_with_mamba2() -> None:
     # As transformers has it, with sizes of experts that no layer has; with experts it is another.
     kinds = {"M": "mamba", "-": "mlp", "*": "attention"}
     named: dict[str, Any] = {**NEMOTRON_H_8B, "n_routed_experts": 8, "num_experts_per_tok": 2}
-    named["layers_block_type"] = [kinds[one] for one in named.pop("hybrid_override_pattern")]
+    named["layers_block_type"] = [kinds[letter] for letter in named.pop("hybrid_override_pattern")]
     assert ModelSize.of(named) == size and experts_of(named | {"moe_intermediate_size": 64}) is None
     nano = ModelSize.of(MODEL_SHAPES["nemotron-nano-9b-v2"])
     assert nano.resident_weights(1) / 1e9 == pytest.approx(8.89, abs=0.01)

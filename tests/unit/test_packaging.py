@@ -83,8 +83,10 @@ def test_no_text_for_users_cites_a_file_that_the_wheel_lacks() -> None:
     for package in ("pat_vllm", "integrations/verl/pat_verl", "integrations/openrlhf/pat_openrlhf"):
         for path in (ROOT / package).rglob("*.py"):
             tree = ast.parse(path.read_text())
-            statements = (one for one in ast.walk(tree) if isinstance(one, ast.Expr))
-            docstrings = {id(one.value) for one in statements}
+            statements = (
+                statement for statement in ast.walk(tree) if isinstance(statement, ast.Expr)
+            )
+            docstrings = {id(statement.value) for statement in statements}
             cited += [
                 (str(path.relative_to(ROOT)), node.value)
                 for node in ast.walk(tree)

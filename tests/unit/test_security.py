@@ -38,36 +38,36 @@ engine, as in vLLM, and comes from no file."""
 
 def loading(source: str) -> set[str]:
     """What in a module could make objects of what is read, as text."""
-    found = set()
+    matches = set()
     for node in ast.walk(ast.parse(source)):
         match node:
             case ast.Import(names=names) if {n.name.split(".")[0] for n in names} & RUN_CODE:
-                found.add(ast.unparse(node))
+                matches.add(ast.unparse(node))
             case ast.ImportFrom(module=str(module)) if module.split(".")[0] in RUN_CODE:
-                found.add(ast.unparse(node))
+                matches.add(ast.unparse(node))
             case ast.ImportFrom(module=str(module), names=names):
-                if {f"{module}.{one.name}" for one in names} & LOADERS:
-                    found.add(ast.unparse(node))
+                if {f"{module}.{alias.name}" for alias in names} & LOADERS:
+                    matches.add(ast.unparse(node))
             case ast.Call(func=ast.Name(id="eval" | "exec" | "__import__")):
-                found.add(ast.unparse(node))
+                matches.add(ast.unparse(node))
             case ast.Call(func=function, keywords=words):
                 name = ast.unparse(function)
-                plain = any(ast.unparse(one) == "allow_pickle=False" for one in words)
-                called = {name, name.split(".")[-1], *(str(one.arg) for one in words)}
+                plain = any(ast.unparse(keyword) == "allow_pickle=False" for keyword in words)
+                called = {name, name.split(".")[-1], *(str(keyword.arg) for keyword in words)}
                 called -= {"np.load", "allow_pickle"} if plain else set()
                 if name.split(".")[0] in RUN_CODE or called & LOADERS:
-                    found.add(ast.unparse(node))
-    return found
+                    matches.add(ast.unparse(node))
+    return matches
 
 
 def test_nothing_that_is_read_is_unpickled() -> None:
     """That the scan sees what it looks for shows in the calls that it has to leave out."""
-    found = {}
+    by_path = {}
     for folder in SHIPPED:
         for path in (ROOT / folder).rglob("*.py"):
             if here := loading(path.read_text()):
-                found[str(path.relative_to(ROOT))] = here
-    assert found == CALLS_OF_THE_USER
+                by_path[str(path.relative_to(ROOT))] = here
+    assert by_path == CALLS_OF_THE_USER
     assert not loading("np.load(path, allow_pickle=False)")
     for source in ("from torch import load", "np.load(path)", "f(allow_pickle=True)", "eval(text)"):
         assert loading(source)
@@ -82,7 +82,9 @@ def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv("PYTHONPATH", raising=False)
     monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
     # It is here where tests are run by `python -m pytest`.
-    monkeypatch.setattr(sys, "path", [one for one in sys.path if one not in ("", os.getcwd())])
+    monkeypatch.setattr(
+        sys, "path", [folder for folder in sys.path if folder not in ("", os.getcwd())]
+    )
     yield
     assert not (tmp_path / "ran").exists()
 

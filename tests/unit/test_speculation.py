@@ -20,8 +20,8 @@ def test_lengths_that_are_kept_ready(longest: int, schedule: Any) -> None:
     lengths = draft_lengths(longest, schedule)
     assert list(lengths) == sorted(set(lengths))
     assert lengths[0] == 0 and lengths[-1] == longest
-    named = {min(longest, one) for _, _, one in schedule or ()}
+    named = {min(longest, length) for _, _, length in schedule or ()}
     assert named <= set(lengths)
-    assert all(one & (one - 1) == 0 for one in set(lengths) - named - {longest})
+    assert all(length & (length - 1) == 0 for length in set(lengths) - named - {longest})
     # From any one the next is at most twice as long.
     assert all(b <= max(1, 2 * a) for a, b in itertools.pairwise(lengths))

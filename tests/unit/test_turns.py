@@ -55,31 +55,31 @@ def test_turns_of_a_trajectory_are_counted(
 
 def test_other_requests_are_trajectories_of_their_own() -> None:
     known, prompt = Turns(BLOCK), [1, 2, 3, 4, 5]
-    one = arrive(known, prompt)
-    end(known, one, prompt, [*prompt, 6, 7, 8])
-    assert arrive(known, prompt).trajectory != one.trajectory, "another sample"
-    assert arrive(known, [*prompt, 6, 9, 9]).trajectory != one.trajectory, "another response"
-    assert arrive(known, [*prompt, 6, 7, 8], salt=1).trajectory != one.trajectory
+    turn = arrive(known, prompt)
+    end(known, turn, prompt, [*prompt, 6, 7, 8])
+    assert arrive(known, prompt).trajectory != turn.trajectory, "another sample"
+    assert arrive(known, [*prompt, 6, 9, 9]).trajectory != turn.trajectory, "another response"
+    assert arrive(known, [*prompt, 6, 7, 8], salt=1).trajectory != turn.trajectory
     assert known.arrived([*prompt, 6, 7, 8], []).index == 0, "no prefix caching"
-    assert arrive(known, [*prompt, 6, 7, 8]).trajectory == one.trajectory
-    assert arrive(known, [*prompt, 6, 7, 8]).trajectory != one.trajectory, "it was continued"
+    assert arrive(known, [*prompt, 6, 7, 8]).trajectory == turn.trajectory
+    assert arrive(known, [*prompt, 6, 7, 8]).trajectory != turn.trajectory, "it was continued"
 
 
 def test_a_response_of_one_token_says_nothing() -> None:
     known, prompt = Turns(BLOCK), [1, 2, 3, 4]
-    one = arrive(known, prompt)
-    end(known, one, prompt, [*prompt, 5])
-    assert arrive(known, [*prompt, 5, 6]).trajectory != one.trajectory
+    turn = arrive(known, prompt)
+    end(known, turn, prompt, [*prompt, 5])
+    assert arrive(known, [*prompt, 5, 6]).trajectory != turn.trajectory
 
 
 def test_samples_with_equal_responses_are_continued_one_by_one() -> None:
     known, prompt = Turns(BLOCK), [1, 2, 3, 4]
     both = [arrive(known, prompt), arrive(known, prompt)]
-    for one in both:
-        end(known, one, prompt, [*prompt, 5, 6])
-    found = [arrive(known, [*prompt, 5, 6, 7]) for _ in range(3)]
-    assert {one.trajectory for one in found[:2]} == {one.trajectory for one in both}
-    assert found[2].index == 0
+    for turn in both:
+        end(known, turn, prompt, [*prompt, 5, 6])
+    continuing = [arrive(known, [*prompt, 5, 6, 7]) for _ in range(3)]
+    assert {turn.trajectory for turn in continuing[:2]} == {turn.trajectory for turn in both}
+    assert continuing[2].index == 0
 
 
 def test_the_ones_that_ended_first_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

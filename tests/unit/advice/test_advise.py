@@ -100,7 +100,7 @@ def test_accepted_drafts_are_advised(accepted: Advice) -> None:
     assert accepted.drafts and accepted.ours == accepted.pat
     assert accepted.sources["draft length"].gain.low > 0.2
     assert accepted.static.drafts != "k = 0"
-    static, plain = (accepted.seconds(one) for one in (accepted.static, accepted.plain))
+    static, plain = (accepted.seconds(config) for config in (accepted.static, accepted.plain))
     assert sum(static) <= sum(plain)
     # The parts multiply to the whole.
     left = 1.0
@@ -141,9 +141,11 @@ def test_every_static_layout_is_shown_where_all_are_asked_for(mixture: Advice) -
     shown = every.shown
     for layout in every.rollouts.static.layouts:
         assert Config(layout) in shown
-        drafted = [one for one in shown if one.layout == layout and one.drafts != "k = 0"]
+        drafted = [
+            config for config in shown if config.layout == layout and config.drafts != "k = 0"
+        ]
         assert len(drafted) == 1, "with its best draft length"
-        assert all(len(every.seconds(one)) == 2 for one in drafted)
+        assert all(len(every.seconds(config)) == 2 for config in drafted)
     assert set(every.to_json()["all"]) == {str(config) for config in shown}
     assert "all" not in few.to_json() and len(few.shown) < len(shown)
 
@@ -299,7 +301,7 @@ def test_prompt_and_response_fit_into_the_profiled_engine(tmp_path: Path) -> Non
 
     def longest(**more: Any) -> tuple[int, int]:
         batches = rollouts_of(replace(options, **more)).batches
-        return batches[0].max_tokens, max(max(one.num_prompt_tokens) for one in batches)
+        return batches[0].max_tokens, max(max(batch.num_prompt_tokens) for batch in batches)
 
     assert longest()[0] == 1536
     assert longest(max_tokens=1000)[0] == 1000
@@ -336,7 +338,9 @@ def test_trajectories_are_replayed(tmp_path: Path) -> None:
     file = tmp_path / "agents.jsonl"
     turn = {"response_length": 40, "appended_length": 500, "tool_seconds": 1.0}
     few, many = ([turn] * count + [{"response_length": 10}] for count in (1, 12))
-    file.write_text("".join(f'{{"turns": {json.dumps(one)}}}\n' for one in (few, few, few, many)))
+    file.write_text(
+        "".join(f'{{"turns": {json.dumps(turns)}}}\n' for turns in (few, few, few, many))
+    )
     options = replace(SMALL, max_tokens=None, lengths=file)
     advice = advise(options)
     batch = advice.rollouts.batches[0]

@@ -34,7 +34,9 @@ def test_what_was_said_before_is_drafted() -> None:
         assert drafts_give(iterations, 7).earlier == 1
         assert drafts_give(iterations, 7).acceptance == 0
     # Another prompt's responses are none of this one's.
-    moved = [Text(np.array([50 + i, 99], np.int32), one.response) for i, one in enumerate(first)]
+    moved = [
+        Text(np.array([50 + i, 99], np.int32), sample.response) for i, sample in enumerate(first)
+    ]
     assert drafts_give([moved, first], 7) == drafts_give([first], 7)
 
 
@@ -92,7 +94,7 @@ def dumps(tmp_path: Path) -> Path:
 
 def test_dumps_of_trainers_hold_texts(dumps: Path) -> None:
     texts = read_rollouts(dumps, words).texts
-    assert [len(one) for one in texts] == [20, 20]
+    assert [len(iteration) for iteration in texts] == [20, 20]
     assert drafts_give(texts, 7).repeated == 1
 
 

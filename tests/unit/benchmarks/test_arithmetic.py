@@ -53,12 +53,12 @@ def test_most_solutions_are_right_and_none_is_like_another() -> None:
     rng = random.Random(0)
     right = 0
     for _ in range(300):
-        one = problem(rng)
-        assert 0 <= one.answer < MODULUS
-        assert one.text.endswith(("?", "."))
-        first, second = solution(rng, one), solution(rng, one)
+        task = problem(rng)
+        assert 0 <= task.answer < MODULUS
+        assert task.text.endswith(("?", "."))
+        first, second = solution(rng, task), solution(rng, task)
         assert first != second
-        right += graded(first) == one.answer
+        right += graded(first) == task.answer
     assert 200 < right < 300  # some steps are wrong, on purpose
     assert graded("Answer: 1, no. Answer: 23") == 23
     assert graded("23") is None

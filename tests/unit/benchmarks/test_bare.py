@@ -43,14 +43,17 @@ def carried(tmp_path: Path) -> Path:
     folder.mkdir()
     (folder / "piece.99").write_bytes(b"of an older archive")
     pieces = pack.pack(files, folder, PIECE)
-    assert [one.stat().st_size for one in pieces[:-1]] == [PIECE] * (len(pieces) - 1) != []
+    assert [piece.stat().st_size for piece in pieces[:-1]] == [PIECE] * (len(pieces) - 1) != []
     assert 0 < pieces[-1].stat().st_size <= PIECE
-    assert {one.name for one in folder.iterdir()} == {pack.SUMS, *(one.name for one in pieces)}
+    assert {file.name for file in folder.iterdir()} == {
+        pack.SUMS,
+        *(piece.name for piece in pieces),
+    }
     return folder
 
 
 def test_pieces_that_come_one_by_one_are_unpacked_at_last(carried: Path, tmp_path: Path) -> None:
-    loads = [(carried / one.name, one.read_bytes()) for one in sorted(carried.glob("piece.*"))]
+    loads = [(carried / path.name, path.read_bytes()) for path in sorted(carried.glob("piece.*"))]
     kept, site = tmp_path / "kept", tmp_path / "site"
     site.mkdir()
     (site / "old.py").touch()
@@ -59,8 +62,8 @@ def test_pieces_that_come_one_by_one_are_unpacked_at_last(carried: Path, tmp_pat
     for count, (piece, data) in enumerate(reversed(loads), start=1):
         piece.write_bytes(data)
         waiting = receive.receive(carried, kept, site)
-        assert waiting == [one.name for one, _ in loads[: len(loads) - count]]
-    files = {str(one.relative_to(site)): one.read_bytes() for one in site.rglob("*.*")}
+        assert waiting == [path.name for path, _ in loads[: len(loads) - count]]
+    files = {str(path.relative_to(site)): path.read_bytes() for path in site.rglob("*.*")}
     assert files == KEPT
     assert not list(kept.iterdir())
 

@@ -28,9 +28,9 @@ def test_rows_of_agents_change_nothing_that_is_drawn_for_others() -> None:
         drawn(cells_of(["A40", "H100"], ["qwen3-14b"], tails, [4, 64], 16384, 4), 0.5, 1 / 3, 0)
         for tails in (TAILS, (*TAILS, AGENTS))
     )
-    assert after[: len(before)] == before and sum(one.acceptance > 0 for one in before) == 7
+    assert after[: len(before)] == before and sum(row.acceptance > 0 for row in before) == 7
     agents = after[len(before) :]
-    assert {(one.gpu, one.tail, 8 * one.per_gpu) for one in agents} == {
+    assert {(row.gpu, row.tail, 8 * row.per_gpu) for row in agents} == {
         ("A40", AGENTS, 256),
         ("H100", AGENTS, 256),
     }

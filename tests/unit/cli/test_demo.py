@@ -107,9 +107,11 @@ def test_contenders_are_valid(ranks: int, mixture: Mixture | None) -> None:
     # The schedule goes from the narrowest layout through all to the widest.
     layouts = config.resolve_layouts(ranks, mixture)
     entered = [Layout.find(name, layouts) for _, name in sorted(config.policy.switch_at.items())]
-    assert entered == [*sorted(layouts[1:], key=lambda one: (-one.tp, one.experts == "ep"))]
+    assert entered == [
+        *sorted(layouts[1:], key=lambda layout: (-layout.tp, layout.experts == "ep"))
+    ]
     # The others stay in layouts of the same engine.
-    replicas, group, switching = (one.way for one in contenders(table))
+    replicas, group, switching = (contender.way for contender in contenders(table))
     assert replicas == str(layouts[0]) and group == str(Layout(ranks, 1)) and switching is None
     if mixture is not None:
         assert config.weights == "inplace"
@@ -121,10 +123,10 @@ def test_the_engine_has_room_for_the_batch(drafts: int, tmp_path: Path) -> None:
         return run_spec(tmp_path, 2, engine_options(TABLE), batch, batch, drafts, ("a", None), 3)
 
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    made = spec(a_batch())
-    assert made.ways == ("a", None) and made.rounds == 3
-    assert made.engine["max_model_len"] == a_batch().longest
-    speculative = made.engine.get("speculative_config", {})
+    run = spec(a_batch())
+    assert run.ways == ("a", None) and run.rounds == 3
+    assert run.engine["max_model_len"] == a_batch().longest
+    speculative = run.engine.get("speculative_config", {})
     assert speculative.get("num_speculative_tokens", 0) == drafts
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"max_position_embeddings": 64}))
     with pytest.raises(ValueError, match="--max-tokens 32 or less"):
@@ -193,9 +195,9 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     output = tmp_path / "out.png"
 
     def demo(answers: Iterable[RunResult], model: Path | str, *options: str) -> tuple[int, str]:
-        def run(spec: RunSpec, told: Callable[[RunResult], object]) -> None:
+        def run(spec: RunSpec, on_result: Callable[[RunResult], object]) -> None:
             for answer in answers:
-                told(answer)
+                on_result(answer)
 
         monkeypatch.setattr("pat_vllm.cli.engine_run.run", run)
         options = ("--requests", "2", "--switch-at", "2", "--rounds", "2", *options)

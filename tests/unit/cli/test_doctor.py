@@ -75,16 +75,16 @@ def test_exit_status_table_and_file(
 
 
 def test_models_of_any_number_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[RandomModel] = []
+    written: list[RandomModel] = []
     monkeypatch.setattr(
-        doctor_models.random_model, "write_model", lambda path, model: made.append(model)
+        doctor_models.random_model, "write_model", lambda path, model: written.append(model)
     )
     for shape, ranks in itertools.product(doctor_models.SHAPES, (2, 3, 8)):
         sizes = doctor_models.sizes_of(shape, ranks)
         models = doctor_models.self_test_models(tmp_path, sizes, 5)
-        assert made[-1].heads % ranks == 0 == made[-1].intermediate % ranks
-        assert shape != "linear" or made[-1].linear_heads % ranks == 0
-        assert models.draft_lengths == (5, 0, 1, 2, 4, 5) and made[-1].repeat
+        assert written[-1].heads % ranks == 0 == written[-1].intermediate % ranks
+        assert shape != "linear" or written[-1].linear_heads % ranks == 0
+        assert models.draft_lengths == (5, 0, 1, 2, 4, 5) and written[-1].repeat
         assert models.dtype == ("bfloat16" if shape == "linear" else None)
-    assert [one.seed for one in made[:2]] == [0, 1]
+    assert [model.seed for model in written[:2]] == [0, 1]
     assert doctor_models.self_test_models(tmp_path, sizes, 0).draft_lengths == ()

@@ -25,7 +25,7 @@ def test_the_version() -> None:
 
 def test_the_help_names_every_architecture() -> None:
     program: Any = typer.main.get_command(app)
-    (arch,) = (one for one in program.commands["random-model"].params if one.name == "arch")
+    (arch,) = (param for param in program.commands["random-model"].params if param.name == "arch")
     named = arch.help.replace(";", ",").replace(":", ",").replace(".", ",").split(",")
     assert {*ARCHS} <= {name.strip() for name in named}
 

@@ -88,7 +88,7 @@ def somewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         Path("deep.json").write_text("[" * 10**5)
         patch.setattr("pat_vllm.cli.profile.take_profile", lambda *_: print("measured"))
         patch.setattr("pat_vllm.doctor.stages.run_stages", lambda *_: iter(()))
-        patch.setattr("pat_vllm.cli.engine_run.run", lambda spec, told: sys.exit("ran"))
+        patch.setattr("pat_vllm.cli.engine_run.run", lambda spec, on_result: sys.exit("ran"))
         patch.setitem(sys.modules, "torch", None)
         yield
     os.chdir(before)
@@ -98,7 +98,7 @@ def run(command: str, options: dict[str, str]) -> None:
     """Run a command in this process, and check its end."""
     words = [command]
     for name, value in options.items():
-        is_flag = any(name in one.opts and one.is_flag for one in params(command))
+        is_flag = any(name in param.opts and param.is_flag for param in params(command))
         words += [name] if is_flag else [word for word in (name, value) if word or word is value]
     outcome = CliRunner().invoke(app, words)
     ended = outcome.exception is None or isinstance(outcome.exception, SystemExit)
@@ -107,14 +107,16 @@ def run(command: str, options: dict[str, str]) -> None:
 
 def params(command: str) -> list[Any]:
     """Options of a command."""
-    return [one for one in PROGRAM.commands[command].params if one.param_type_name == "option"]
+    return [
+        param for param in PROGRAM.commands[command].params if param.param_type_name == "option"
+    ]
 
 
 COMMANDS = st.sampled_from([*BASES]).flatmap(
     lambda command: st.tuples(
         st.just(command),
         st.dictionaries(
-            st.sampled_from(["", *(one.opts[0] for one in params(command))]),
+            st.sampled_from(["", *(param.opts[0] for param in params(command))]),
             st.sampled_from(ODD),
             min_size=1,
             max_size=2,
@@ -137,8 +139,8 @@ def places(value: Any) -> Iterator[tuple[Any, ...]]:
     """Paths to all values in a value of JSON."""
     yield ()
     if isinstance(value, dict | list):
-        for key, one in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from ((key, *rest) for rest in places(one))
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from ((key, *rest) for rest in places(item))
 
 
 def with_value(value: Any, place: tuple[Any, ...], new: Any) -> Any:
@@ -169,8 +171,8 @@ CHANGES = st.sampled_from([*READS]).flatmap(
 @settings(max_examples=EXAMPLES, deadline=None)
 def test_odd_files(given: tuple[str, tuple[str, str], list[tuple[tuple[Any, ...], Any]]]) -> None:
     name, (command, option), changes = given
-    for one, content in contents().items():
-        write(one, content)
+    for file, content in contents().items():
+        write(file, content)
     content = contents()[name]
     for place, value in changes:
         if place in places(content):
@@ -181,6 +183,8 @@ def test_odd_files(given: tuple[str, tuple[str, str], list[tuple[tuple[Any, ...]
         options[option] = name
     if option == "--profile":
         options = {
-            key: one for key, one in options.items() if key not in ("--model", "--gpu", "--gpus")
+            key: setting
+            for key, setting in options.items()
+            if key not in ("--model", "--gpu", "--gpus")
         }
     run(command, options)

@@ -44,8 +44,8 @@ class Engine:
         points = POINTS.validate_python(args[0])
         self.asked += points
         samples = [self._sample(point) for point in points]
-        steps = [one.model_dump() for one in samples if isinstance(one, StepSample)]
-        switches = [one.model_dump() for one in samples if isinstance(one, SwitchSample)]
+        steps = [sample.model_dump() for sample in samples if isinstance(sample, StepSample)]
+        switches = [sample.model_dump() for sample in samples if isinstance(sample, SwitchSample)]
         return [{"steps": steps, "switches": switches}]
 
     def _sample(self, point: Point) -> StepSample | SwitchSample:
@@ -57,7 +57,7 @@ class Engine:
         shape = StepShape(batch, sum(contexts), longest, point.prefill, point.busy, drafts, point.k)
         self._noisy -= 1
         times = NOISY if self._noisy >= 0 else QUIET
-        return StepSample.of(point.layout, shape, [one * (8 + batch) for one in times])
+        return StepSample.of(point.layout, shape, [seconds * (8 + batch) for seconds in times])
 
 
 @pytest.fixture

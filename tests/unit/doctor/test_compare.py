@@ -22,13 +22,13 @@ def ours(tokens: tuple[int, ...] = (5, 6), *logprobs: float) -> list[Output]:
 
 
 def test_the_same_and_what_is_close_agree() -> None:
-    found = REFERENCE.compare_outputs(ours((5, 6), -0.10005, -0.2), 1e-4)
-    assert (found.compared, found.ties) == (3, 0)
-    assert found.worst == pytest.approx(5e-5)
+    agreement = REFERENCE.compare_outputs(ours((5, 6), -0.10005, -0.2), 1e-4)
+    assert (agreement.compared, agreement.ties) == (3, 0)
+    assert agreement.worst == pytest.approx(5e-5)
     assert REFERENCE.compare_forced(REFERENCE.forced).compared == 3
     with pytest.raises(Differs, match=r"token 1 \(as a prompt's\)"):
         REFERENCE.compare_forced(((-0.1, -0.9), (-1.0,)))
-    both = found + Agreement(2, 1, 2e-5)
+    both = agreement + Agreement(2, 1, 2e-5)
     assert str(both) == "5 tokens, log-probabilities within 5.0e-05, 1 ties"
 
 
@@ -48,8 +48,8 @@ def test_differences_are_named(changed: list[Output], words: str) -> None:
 
 
 def test_a_tie_is_no_mistake_and_ends_the_comparison() -> None:
-    found = REFERENCE.compare_outputs(ours((9, 1), -0.1001, -7.0), LEAST_TOLERANCE)
-    assert (found.ties, found.compared) == (1, 1)
+    agreement = REFERENCE.compare_outputs(ours((9, 1), -0.1001, -7.0), LEAST_TOLERANCE)
+    assert (agreement.ties, agreement.compared) == (1, 1)
 
 
 def test_the_tolerance_follows_stock_vllms_own_noise() -> None:

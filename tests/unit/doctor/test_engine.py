@@ -74,21 +74,21 @@ def test_lost_weights_are_replaced_before_the_kv_cache_wakes_up(
 
 def test_rounding_is_known_before_anything_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine of tensor parallelism 2 gives the first of stock vLLM's tokens another score."""
-    made: list[dict[str, Any]] = []
+    engines: list[dict[str, Any]] = []
 
     def llm(**engine: Any) -> MagicMock:
-        made.append(engine)
+        engines.append(engine)
         return MagicMock()
 
     monkeypatch.setitem(sys.modules, "vllm", MagicMock(LLM=llm))
     monkeypatch.setattr(module, "generate", lambda *_, **__: REFERENCE.outputs)
     scores = [REFERENCE.forced, ((-0.1, -0.23), (-1.0,)), REFERENCE.forced]
-    monkeypatch.setattr(module, "score", lambda *_: scores[len(made) - 1])
+    monkeypatch.setattr(module, "score", lambda *_: scores[len(engines) - 1])
     engine = StockEngine(Task({"model": "first"}, "other", ((1, 2),), rounding_tp=2), Events())
     assert run_checks(engine.checks(), Events())
-    assert [one["model"] for one in made] == ["first", "first", "other"]
-    assert [one.get("tensor_parallel_size") for one in made] == [None, 2, None]
-    assert [one.rounding for one in engine.references] == pytest.approx([0.03, 0.03])
+    assert [options["model"] for options in engines] == ["first", "first", "other"]
+    assert [options.get("tensor_parallel_size") for options in engines] == [None, 2, None]
+    assert [reference.rounding for reference in engine.references] == pytest.approx([0.03, 0.03])
 
 
 def test_the_first_check_that_fails_is_the_last() -> None:

@@ -44,7 +44,7 @@ ON_GPUS = dataclasses.replace(
 
 def problems(facts: Facts, ranks: int = 2, machine: bool = True) -> dict[str, str]:
     checks = environment_checks(facts, ranks, machine)
-    return {one.name: one.problem for one in checks if one.problem is not None}
+    return {check.name: check.problem for check in checks if check.problem is not None}
 
 
 def test_a_machine_with_what_the_ranks_need() -> None:
@@ -59,7 +59,7 @@ def test_a_machine_with_what_the_ranks_need() -> None:
 
 def test_a_link_must_work_both_ways() -> None:
     apart = dataclasses.replace(ON_GPUS, peers=((True, False), (True, True)))
-    (links,) = (one for one in environment_checks(apart, 2, True) if one.name == "links")
+    (links,) = (check for check in environment_checks(apart, 2, True) if check.name == "links")
     assert links.problem is None and "no peer access between 0-1" in links.found
 
 

@@ -37,18 +37,20 @@ class Children:
         self.environments: list[Any] = []
         self._facts, self._ends = facts, ends or {}
 
-    def __call__(self, module: str, request: str, variables: Any, told: Any, _: float) -> Ended:
+    def __call__(
+        self, module: str, request: str, variables: Any, on_message: Any, _: float
+    ) -> Ended:
         self.environments.append(variables)
         if module.endswith("environment"):
             assert json.loads(request)["distributed_executor_backend"] == "pat"
             return Ended(0, "", FACTS.dump_python(self._facts, mode="json"))
         self.tasks.append(TASK.validate_json(request))
-        told({"doing": "start"})
+        on_message({"doing": "start"})
         if (end := self._ends.get(len(self.tasks))) is not None:
             check, ended = end
-            told(check)
+            on_message(check)
             return ended
-        told({"check": {"name": "start"}})
+        on_message({"check": {"name": "start"}})
         if self.tasks[-1].references:
             return Ended(0, "")
         return Ended(0, "", REFERENCES.dump_python((REFERENCE,) * 2, mode="json"))
@@ -63,15 +65,15 @@ def run_with(
     given: dict[str, Any] = {"pat": {"base_tp": 1}, "engine": own, **options}
     models = Models(Path("first"), Path("other"), 512, (4, 0, 1))
     make_models = Mock(return_value=models)
-    found = {one.name: one for one in run_stages(Options(**given), make_models, Mock())}
+    by_name = {stage.name: stage for stage in run_stages(Options(**given), make_models, Mock())}
     # Only for engines, and in the place of a model that is not given.
     assert make_models.call_count == (bool(children.tasks) or "model" not in options)
-    return found
+    return by_name
 
 
-def status_of(found: dict[str, Stage]) -> str:
+def status_of(by_name: dict[str, Stage]) -> str:
     """A letter for each of the seven stages: passed, failed or skipped."""
-    return "".join(stage.status[0] for stage in found.values())
+    return "".join(stage.status[0] for stage in by_name.values())
 
 
 def test_by_default_only_eager_engines_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,29 +94,29 @@ def test_by_default_only_eager_engines_run(monkeypatch: pytest.MonkeyPatch) -> N
 def test_all_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     children = Children(ON_CPU)
     assert status_of(run_with(monkeypatch, children, all=True)) == "psspssp"
-    assert all("TORCHDYNAMO_DISABLE" in one for one in children.environments)
+    assert all("TORCHDYNAMO_DISABLE" in environment for environment in children.environments)
     children = Children(ON_GPUS)
     assert status_of(run_with(monkeypatch, children, all=True, engine={})) == "psspppp"
     # What compiles is compared with stock vLLM that compiles.
-    modes = [one.engine.get("compilation_config") for one in children.tasks]
+    modes = [task.engine.get("compilation_config") for task in children.tasks]
     piecewise, full = ({"cudagraph_mode": mode} for mode in ("PIECEWISE", "FULL"))
     assert modes == [None, None, piecewise, piecewise, full, full, None, None]
-    eager = [one.engine.get("enforce_eager", False) for one in children.tasks]
+    eager = [task.engine.get("enforce_eager", False) for task in children.tasks]
     assert eager == [True, True, *[False] * 6]
-    assert [one.graphs for one in children.tasks] == [False, False, *[False, True] * 3]
-    compiles = ["TORCHDYNAMO_DISABLE" not in one for one in children.environments]
+    assert [task.graphs for task in children.tasks] == [False, False, *[False, True] * 3]
+    compiles = ["TORCHDYNAMO_DISABLE" not in environment for environment in children.environments]
     assert compiles == [False, False, False, *[True] * 6]
     # What rounding does is known from an engine as wide as PAT's, but in float32.
-    assert [one.rounding_tp for one in children.tasks] == [2, 1] * 4
+    assert [task.rounding_tp for task in children.tasks] == [2, 1] * 4
     last = children.tasks[5].engine
     assert last["enable_sleep_mode"] is True and last["dtype"] == "bfloat16"
 
 
 def test_stock_vllm_that_has_answered_may_abort(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = {"check": {"name": "stock vLLM"}}
+    message = {"check": {"name": "stock vLLM"}}
     answer = REFERENCES.dump_python((REFERENCE,) * 2, mode="json")
-    for found, status in ((answer, "psspsss"), (None, "pssfsss")):
-        children = Children(ON_CPU, {1: (told, Ended(-6, "", found))})
+    for result, status in ((answer, "psspsss"), (None, "pssfsss")):
+        children = Children(ON_CPU, {1: (message, Ended(-6, "", result))})
         assert status_of(run_with(monkeypatch, children)) == status
 
 
@@ -139,8 +141,8 @@ def test_as_used_has_the_defaults_of_vllm_and_pat(monkeypatch: pytest.MonkeyPatc
     for name in ("enable_sleep_mode=True", "dtype='bfloat16'", "seed=0"):
         assert name in pat.as_used
     assert "pat." not in pat.as_used
-    lengths = [len(one) for one in pat.prompts]
-    assert len(lengths) == 256 and sum(one > 2048 for one in lengths) == 8
+    lengths = [len(prompt) for prompt in pat.prompts]
+    assert len(lengths) == 256 and sum(length > 2048 for length in lengths) == 8
     assert max(lengths) + 48 < stock.engine["max_model_len"]
     assert stock.engine["max_num_seqs"] == 256 and not stock.as_used
     assert "enforce_eager" not in stock.engine
@@ -148,8 +150,8 @@ def test_as_used_has_the_defaults_of_vllm_and_pat(monkeypatch: pytest.MonkeyPatc
 
 def test_as_used_on_cpu_says_what_is_not_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
     _, pat = as_used(monkeypatch, ON_CPU, pat={"weights": "materialized", "kv_transfer": "auto"})
-    lengths = [len(one) for one in pat.prompts]
-    assert len(lengths) == 24 and sum(one > 2048 for one in lengths) == 1
+    lengths = [len(prompt) for prompt in pat.prompts]
+    assert len(lengths) == 24 and sum(length > 2048 for length in lengths) == 1
     assert pat.engine["speculative_config"]["method"] == "ngram" and "ngram_gpu" in pat.as_used
     assert pat.engine["block_size"] == 32 and "block_size" not in pat.as_used
     assert f"kv_cache_memory_bytes={256 << 20}, pat.weights='inplace'" in pat.as_used
@@ -188,11 +190,11 @@ def test_it_stops_at_the_first_stage_that_fails(monkeypatch: pytest.MonkeyPatch)
     check = {"check": {"name": "start", "problem": "EngineDeadError: it died\nmore"}}
     log = "Worker proc VllmWorker-1 died unexpectedly (exit code: -9)\nits end"
     children = Children(ON_GPUS, {4: (check, Ended(1, log))})
-    found = run_with(monkeypatch, children, all=True)
-    assert status_of(found) == "psspfss"
-    assert found["piecewise"].why == "start: rank 1 died, exit code -9 (EngineDeadError: it died)"
-    assert found["piecewise"].log[-1] == "its end"
-    assert found["full"].why == "'piecewise' failed"
+    by_name = run_with(monkeypatch, children, all=True)
+    assert status_of(by_name) == "psspfss"
+    assert by_name["piecewise"].why == "start: rank 1 died, exit code -9 (EngineDeadError: it died)"
+    assert by_name["piecewise"].log[-1] == "its end"
+    assert by_name["full"].why == "'piecewise' failed"
     assert len(children.tasks) == 4
 
 
@@ -203,22 +205,22 @@ def test_a_process_that_ends_before_its_check_does(
     code: int | None, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     doing = {"doing": "layout tp1dp2"}
-    found = run_with(monkeypatch, Children(ON_CPU, {2: (doing, Ended(code, ""))}))
-    assert found["eager"].why.startswith("layout tp1dp2: ") and why in found["eager"].why
+    by_name = run_with(monkeypatch, Children(ON_CPU, {2: (doing, Ended(code, ""))}))
+    assert by_name["eager"].why.startswith("layout tp1dp2: ") and why in by_name["eager"].why
 
 
 def test_too_little_memory_and_refusals_are_stages_of_their_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     options: dict[str, Any] = dict(ranks=8, gpu="H100", model=Path("m"))
-    found = run_with(monkeypatch, Children(ON_GPUS), **options)
-    assert status_of(found) == "ppfssss"
-    assert "too little memory" in found["memory"].why
+    by_name = run_with(monkeypatch, Children(ON_GPUS), **options)
+    assert status_of(by_name) == "ppfssss"
+    assert "too little memory" in by_name["memory"].why
     # Without --gpu, memory is computed for the smallest that is here.
     small = dataclasses.replace(GPU, memory=40 << 30)
     here = dataclasses.replace(ON_GPUS, devices=(GPU, small) * 4)
-    found = run_with(monkeypatch, Children(here), ranks=8, model=Path("m"), pat={"base_tp": 4})
-    assert "weights take 32.9 GiB of the 36.8 GiB" in found["memory"].why
+    by_name = run_with(monkeypatch, Children(here), ranks=8, model=Path("m"), pat={"base_tp": 4})
+    assert "weights take 32.9 GiB of the 36.8 GiB" in by_name["memory"].why
     refused = dataclasses.replace(ON_GPUS, refused="quantization='fp8' (allowed: None)")
     assert status_of(run_with(monkeypatch, Children(refused), **options)) == "pfsssss"
     # Without --model it is the self-test's own engine that is refused: the environment's affair.

@@ -71,10 +71,10 @@ def test_a_corpus_forgets_the_oldest_and_stays_within_its_bytes(
             break
         kept.append((n, response))
     for n, prompt in enumerate(prompts):
-        mine = [response for m, response in reversed(kept) if m == n]
+        responses = [response for m, response in reversed(kept) if m == n]
         rows = corpus.latest(key_of(prompt), 1 << 20, 1 << 10)
         assert [row.tokens.tolist() for row in rows] == [
-            [BETWEEN_ROWS, *prompt[-TAIL_TOKENS:], *response] for response in mine
+            [BETWEEN_ROWS, *prompt[-TAIL_TOKENS:], *response] for response in responses
         ]
 
 
@@ -109,21 +109,23 @@ def test_a_shelf_has_the_rows_of_its_requests_and_no_others() -> None:
     known: dict[str, tuple[int, ...]] = {}
     for _ in range(300):
         forgotten = tuple(draws.sample(sorted(known), draws.randint(0, min(2, len(known)))))
-        told = {
+        requests = {
             f"r{draws.randrange(6)}": tuple(draws.sample(range(12), draws.randint(1, 4)))
             for _ in range(draws.randint(0, 3))
         }
-        needed = {row for rows in told.values() for row in rows}
+        needed = {row for rows in requests.values() for row in rows}
         version = shelf.version
         missing = {row: tokens[row] for row in needed if row not in shelf}
-        shelf.take(RowUpdate(forgotten, missing, told))
-        known = {one: rows for one, rows in known.items() if one not in forgotten} | told
+        shelf.take(RowUpdate(forgotten, missing, requests))
+        known = {
+            request: rows for request, rows in known.items() if request not in forgotten
+        } | requests
         assert shelf.version != version
         assert set(shelf) == set(known)
         of_requests = {row for rows in known.values() for row in rows}
         assert {row for row in range(12) if row in shelf} == of_requests
-        for one, rows in known.items():
-            assert shelf.ids_of(one) == rows
+        for request, rows in known.items():
+            assert shelf.ids_of(request) == rows
             expected = np.concatenate([tokens[row] for row in rows])
-            assert (shelf.text_of(one) == expected).all()
+            assert (shelf.text_of(request) == expected).all()
     assert len(shelf.text_of("unknown")) == 0

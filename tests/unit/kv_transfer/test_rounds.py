@@ -64,8 +64,8 @@ def test_rounds_have_every_move_once_and_on_both_sides_alike(
     for rank, parts in enumerate(of_ranks):
         whole = RankMoves.of(rank, RANKS, moves)
         for peer in range(RANKS):
-            cells = [cell for one in parts for cell in cells_of(one.sends[peer])]
+            cells = [cell for part in parts for cell in cells_of(part.sends[peer])]
             assert sorted(cells) == sorted(cells_of(whole.sends[peer]))
-            sizes = [len(cells_of(one.sends[peer])) for one in parts]
+            sizes = [len(cells_of(part.sends[peer])) for part in parts]
             # Of about equal size: each move may have a block more or less.
             assert max(sizes) - min(sizes) <= KV_HEADS * max(1, len(whole.sends[peer]))

@@ -87,7 +87,7 @@ def test_steps_and_switches_have_room_and_nothing_else_is_kept_free(
     free, layouts, graphs, buffers = device
     kv = kv_cache_bytes(layouts, graphs, buffers, staged)
     left = free - graphs - (sum(buffers) - max(buffers)) - kv
-    assert -1000 < left - max(kv * staged, *(one.activations for one in layouts), 0) < 1000
+    assert -1000 < left - max(kv * staged, *(layout.activations for layout in layouts), 0) < 1000
 
 
 @pytest.mark.parametrize("kv_heads, sent", [(16, 1), (8, 1), (4, 2), (1, 8)])
@@ -126,7 +126,7 @@ def test_a_replica_holds_as_many_latent_vectors_at_any_tp() -> None:
     v2_lite = ModelSize.of(MODEL_SHAPES["deepseek-v2-lite"])
     assert v2_lite.kv_bytes_per_token(1) == v2_lite.kv_bytes_per_token(8) == 27 * 576 * 2
     assert v2_lite.rotary_bytes == 163840 * 64 * 2
-    latent, heads = (estimate(one, pat(), H100).kv_tokens for one in (v2_lite, LLAMA_8B))
+    latent, heads = (estimate(model, pat(), H100).kv_tokens for model in (v2_lite, LLAMA_8B))
     assert {*latent} == {1, 2, 4, 8} and len({*latent.values()}) == 1
     assert all(heads[tp] == pytest.approx(tp * heads[1], rel=1e-3) for tp in heads)
     # Earlier parts of prompts are gathered in one buffer, of the layout with most requests.
@@ -135,9 +135,9 @@ def test_a_replica_holds_as_many_latent_vectors_at_any_tp() -> None:
     assert v2_lite.latent_workspace_bytes(32768, 256, 16) == (64 << 10) * 576 * 2
     assert LLAMA_8B.latent_workspace_bytes(32768, 256, 16) == 0
     base, *others = all_buffers(v2_lite, pat())
-    sizes = [one.device for one in base if one.with_kv and one.shared]
+    sizes = [buffer.device for buffer in base if buffer.with_kv and buffer.shared]
     assert sizes == [(64 << 10) * 576 * 2]
-    assert not [one for buffers in others for one in buffers if one.shared]
+    assert not [buffer for buffers in others for buffer in buffers if buffer.shared]
 
 
 def test_states_of_linear_attention() -> None:
@@ -186,10 +186,12 @@ def test_what_layouts_share_is_there_once(attention: Any, runner: Any, drafts: i
     every = [runner_buffers(QWEN3_32B, growing, layout) for layout in LAYOUTS]
     base, *others = all_buffers(QWEN3_32B, growing)
     assert not any(buffer.shared for buffers in others for buffer in buffers)
-    shared = [one for one in base if one.shared]
-    largest = [max(alike, key=lambda one: one.on_cpu) for alike in zip(*every, strict=True)]
-    assert shared == [one for one in largest if one.shared]
-    assert sum(one.on_cpu for one in shared) > sum(one.on_cpu for one in every[0] if one.shared)
+    shared = [buffer for buffer in base if buffer.shared]
+    largest = [max(alike, key=lambda buffer: buffer.on_cpu) for alike in zip(*every, strict=True)]
+    assert shared == [buffer for buffer in largest if buffer.shared]
+    assert sum(buffer.on_cpu for buffer in shared) > sum(
+        buffer.on_cpu for buffer in every[0] if buffer.shared
+    )
 
 
 @pytest.mark.parametrize(("runner", "tables"), [("V1", 1), ("V2", 2)])
@@ -199,7 +201,7 @@ def test_longer_contexts_take_longer_block_tables(runner: Any, tables: int) -> N
 
     def of(tokens: int) -> int:
         engine = EngineShape((layout,), runner=runner, max_num_seqs=64, max_model_len=tokens)
-        return sum(one.device for one in runner_buffers(LLAMA_8B, engine, layout))
+        return sum(buffer.device for buffer in runner_buffers(LLAMA_8B, engine, layout))
 
     assert of(8192) - of(4096) == tables * 4 * 64 * 4096 // EngineShape((layout,)).block_size
 
@@ -255,11 +257,11 @@ def test_pat_takes_at_most_three_percent_of_the_kv_cache(
         engine = EngineShape(LAYOUTS, max_num_seqs=seqs, max_num_batched_tokens=tokens, **options)
         most = [engine.limits(layout) for layout in LAYOUTS]
         stock = static(
-            max_num_seqs=max(one.max_num_seqs for one in most),
-            max_num_batched_tokens=max(one.max_num_batched_tokens for one in most),
+            max_num_seqs=max(limits.max_num_seqs for limits in most),
+            max_num_batched_tokens=max(limits.max_num_batched_tokens for limits in most),
             **options,
         )
-        ours, theirs = (estimate(model, one, H100) for one in (engine, stock))
+        ours, theirs = (estimate(model, shape, H100) for shape in (engine, stock))
         more = _of_layouts(ours) - _of_layouts(theirs)
         assert ours.kv + more >= 0.97 * theirs.kv, options
         assert ours.pinned <= 1.25 * theirs.pinned, options
@@ -284,8 +286,8 @@ def test_what_the_kv_cache_loses(model: ModelSize, base_tp: int) -> None:
 def test_a_mixture_shares_its_workspace_and_the_groups_of_a_tp() -> None:
     engine = EngineShape(BOTH_KINDS, pat=AS_GIVEN)
     base, *others = all_buffers(QWEN3_30B_A3B, engine)
-    assert 2 * 8192 * 8 * 2048 * 2 in [one.device for one in base if one.shared]
-    assert not any(one.shared for buffers in others for one in buffers)
+    assert 2 * 8192 * 8 * 2048 * 2 in [buffer.device for buffer in base if buffer.shared]
+    assert not any(buffer.shared for buffers in others for buffer in buffers)
     memory = estimate(QWEN3_30B_A3B, engine, GPUS["H200"].device)
     assert memory.communicators == sum(communicator_bytes(tp, H100) for tp in (2, 4))
 
@@ -326,7 +328,7 @@ def measured_by_a_worker(model: ModelSize, engine: EngineShape, gpu: str) -> int
     buffers = all_buffers(model, engine)
     used = 2 * PARAMETERS[model] // base.tp
     used += sum(b.device for of_layout in buffers for b in of_layout if not b.with_kv)
-    narrow = {one.tp for one in engine.layouts if one.replicas > 1} - {1}
+    narrow = {layout.tp for layout in engine.layouts if layout.replicas > 1} - {1}
     used += sum(communicator_bytes(tp, device) for tp in narrow)
     measured = []
     for layout in reversed(engine.layouts):
@@ -335,7 +337,9 @@ def measured_by_a_worker(model: ModelSize, engine: EngineShape, gpu: str) -> int
         measured.append(
             Measured(int(engine.gpu_memory_utilization * device.memory) - used - step, step)
         )
-    graphs = [estimate(model, static_engine(engine, one), device).graphs for one in engine.layouts]
+    graphs = [
+        estimate(model, static_engine(engine, layout), device).graphs for layout in engine.layouts
+    ]
     late = [sum(b.device for b in of_layout if b.with_kv) for of_layout in buffers]
     share = staged_share(engine.layouts, model.kv_heads, model.layers)
     return kv_cache_bytes(measured, sum(graphs), late, share)
@@ -365,7 +369,7 @@ def test_simulator_advise_and_doctor_grant_what_an_engine_has(
             continue
         if profile.layouts == rollouts.profile.layouts:
             assert rollouts.profile.kv_tokens == profile.kv_tokens
-        config, sizes = MODEL_SHAPES[name], {one.tp for one in profile.layouts}
+        config, sizes = MODEL_SHAPES[name], {layout.tp for layout in profile.layouts}
         kinds: WantedExperts = "both" if base == 1 and model.experts else "auto"
         options = PATConfig(base_tp=base, layouts=tuple(sizes), experts=kinds)
         given = {"max_model_len": 32768}
@@ -387,9 +391,9 @@ def test_simulator_advise_and_doctor_grant_what_an_engine_has(
 def test_static_engines_have_more_kv_than_pats(name: str) -> None:
     ours, alone = (modelled_profile(name, "H200", 8, static=static) for static in (False, True))
     assert ours.layouts == alone.layouts and alone.key["static"] and "static" not in ours.key
-    one, base = ModelSize.of(MODEL_SHAPES[name]).kv_heads, ours.layouts[0].tp
+    kv_heads, base = ModelSize.of(MODEL_SHAPES[name]).kv_heads, ours.layouts[0].tp
     assert base == (2 if name == "qwen3-next-80b-a3b" else 1), "where the weights fit"
     for tp in {layout.tp for layout in ours.layouts}:
-        more = min(tp, one) / min(base, one)
+        more = min(tp, kv_heads) / min(base, kv_heads)
         assert ours.kv_tokens[tp] == pytest.approx(more * ours.kv_tokens[base], rel=1e-3)
         assert ours.kv_tokens[tp] < alone.kv_tokens[tp]

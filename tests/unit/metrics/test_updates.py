@@ -34,14 +34,14 @@ def taken(updates: Updates) -> list[Update]:
     if data is None:
         return []
     assert json.loads(json.dumps(data)) == data
-    found = updates_of(msgspec.msgpack.decode(msgspec.msgpack.encode(data)))
-    assert all(len(one.labels) == len(METRICS[one.name][2]) for one in found)
-    return found
+    sent = updates_of(msgspec.msgpack.decode(msgspec.msgpack.encode(data)))
+    assert all(len(update.labels) == len(METRICS[update.name][2]) for update in sent)
+    return sent
 
 
-def values_of(found: list[Update], metric: str) -> dict[tuple[str, ...], float]:
+def values_of(sent: list[Update], metric: str) -> dict[tuple[str, ...], float]:
     """The values of a metric by its labels."""
-    return {tuple(one.labels): one.value for one in found if one.name == metric}
+    return {tuple(update.labels): update.value for update in sent if update.name == metric}
 
 
 def test_drafts_of_repeated_prompts_add_up_and_wait_for_the_next_statistics() -> None:
@@ -49,9 +49,9 @@ def test_drafts_of_repeated_prompts_add_up_and_wait_for_the_next_statistics() ->
     for counts in (DraftCounts(8, 3, 4, 2), DraftCounts(4, 1), DraftCounts(6, 5, 6, 5)):
         updates.drafted(0, 4, counts)
     assert not updates.has_events
-    found = taken(updates)
-    assert values_of(found, names.REPEATED_DRAFTED) == {(): 10}
-    assert values_of(found, names.REPEATED_ACCEPTED) == {(): 7}
+    sent = taken(updates)
+    assert values_of(sent, names.REPEATED_DRAFTED) == {(): 10}
+    assert values_of(sent, names.REPEATED_ACCEPTED) == {(): 7}
     assert updates.take() is None
 
 
@@ -59,10 +59,10 @@ def test_gauges_travel_when_they_change() -> None:
     updates = Updates()
     assert updates.take() is None
     updates.state(LAYOUTS[0], [3, 2, 0, 1])
-    found = taken(updates)
-    assert values_of(found, names.TENSOR_PARALLEL_SIZE) == {(): 1}
-    assert values_of(found, names.NUM_REPLICAS) == {(): 4}
-    assert values_of(found, names.NUM_REQUESTS) == {("0",): 3, ("1",): 2, ("2",): 0, ("3",): 1}
+    sent = taken(updates)
+    assert values_of(sent, names.TENSOR_PARALLEL_SIZE) == {(): 1}
+    assert values_of(sent, names.NUM_REPLICAS) == {(): 4}
+    assert values_of(sent, names.NUM_REQUESTS) == {("0",): 3, ("1",): 2, ("2",): 0, ("3",): 1}
     updates.state(LAYOUTS[0], [3, 2, 0, 1])
     assert updates.take() is None
     updates.drafted(1, 4, DraftCounts(8, 3))
@@ -75,10 +75,10 @@ def test_gauges_travel_when_they_change() -> None:
     ]
     # Replicas that are gone have no requests and no drafts.
     updates.state(LAYOUTS[2], [5])
-    found = taken(updates)
-    assert values_of(found, names.NUM_REQUESTS) == {("0",): 5, ("1",): 0, ("3",): 0}
-    assert values_of(found, names.DRAFT_LENGTH) == {("1",): 0}
-    assert values_of(found, names.TENSOR_PARALLEL_SIZE) == {(): 4}
+    sent = taken(updates)
+    assert values_of(sent, names.NUM_REQUESTS) == {("0",): 5, ("1",): 0, ("3",): 0}
+    assert values_of(sent, names.DRAFT_LENGTH) == {("1",): 0}
+    assert values_of(sent, names.TENSOR_PARALLEL_SIZE) == {(): 4}
 
 
 def test_a_counter_never_falls() -> None:
@@ -86,7 +86,7 @@ def test_a_counter_never_falls() -> None:
     predicted, realised = BatchTimes(-1e-9, 2.0, 1.0), BatchTimes(4.0, 3.0, float("nan"))
     updates.saved(BatchSavings(1.0, LAYOUTS[0], predicted, realised))
     assert updates.has_events
-    assert [one.value for one in taken(updates)] == [1, 0.0, 2.0, 1.0, 4.0, 3.0, 0.0]
+    assert [update.value for update in taken(updates)] == [1, 0.0, 2.0, 1.0, 4.0, 3.0, 0.0]
 
 
 def test_metrics_are_named_as_vllms_are() -> None:
@@ -102,10 +102,12 @@ def expressions() -> list[tuple[str, str]]:
     """The dashboard's expressions, and the legend of each."""
     dashboard = json.loads(DASHBOARD.read_text())
     targets = [target for panel in dashboard["panels"] for target in panel["targets"]]
-    variables = [one for one in dashboard["templating"]["list"] if one["type"] == "query"]
+    variables = [
+        variable for variable in dashboard["templating"]["list"] if variable["type"] == "query"
+    ]
     return [
         *((target["expr"], target["legendFormat"]) for target in targets),
-        *((one["query"]["query"], "") for one in variables),
+        *((variable["query"]["query"], "") for variable in variables),
     ]
 
 
@@ -115,10 +117,10 @@ def names_in(text: str) -> set[str]:
 
 
 def test_dashboard_and_docs_name_every_metric() -> None:
-    ours = {name for one in METRICS for name in exported(one)}
+    ours = {name for metric in METRICS for name in exported(metric)}
     used = {name for expr, _ in expressions() for name in names_in(expr) if "vllm:pat_" in name}
     assert used <= ours
-    assert all(used & {*exported(one)} for one in METRICS)
-    named = {one for one in names_in((DOCS / "metrics.md").read_text()) if "vllm:pat_" in one}
+    assert all(used & {*exported(metric)} for metric in METRICS)
+    named = {name for name in names_in((DOCS / "metrics.md").read_text()) if "vllm:pat_" in name}
     counters = {name for name, (kind, *_) in METRICS.items() if kind is Counter}
     assert named == {f"{name}_total" for name in counters} | (METRICS.keys() - counters)

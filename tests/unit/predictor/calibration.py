@@ -39,25 +39,25 @@ class Calibration:
     @classmethod
     def mean(cls, of: Sequence[Calibration]) -> Calibration:
         """Over batches, each with as many responses."""
-        return cls(*np.mean([[*vars(one).values()] for one in of], axis=0))
+        return cls(*np.mean([[*vars(calibration).values()] for calibration in of], axis=0))
 
 
 def replay(batches: Sequence[LengthTrace]) -> list[Calibration]:
     """Of each batch, predicted at several moments by a model that has seen those before it."""
     model = LengthModel(max(batch.max_tokens for batch in batches))
     random = np.random.default_rng(0)
-    found = []
+    calibrations = []
     for batch in batches:
         lengths = np.array(batch.lengths)
         order = np.argsort(lengths, kind="stable")
-        told, errors, inside, ranks = 0, [], [], []
+        finished, errors, inside, ranks = 0, [], [], []
         for alive in _ALIVE:
             tick = int(np.sort(lengths)[round((1 - alive) * len(lengths)) - 1])
             if not (lengths > tick).any():
                 break
-            while lengths[order[told]] <= tick:
-                tell(model, batch, int(order[told]))
-                told += 1
+            while lengths[order[finished]] <= tick:
+                tell(model, batch, int(order[finished]))
+                finished += 1
             live = live_at(batch, tick)
             model.observe_running(live)
             remaining, actual = model.sample(live, _FUTURES), lengths[lengths > tick] - tick
@@ -67,12 +67,12 @@ def replay(batches: Sequence[LengthTrace]) -> list[Calibration]:
             # Where the actual length lies among its futures, 0 to 1; ties are shared out evenly.
             below, equal = ((f(remaining, actual[:, None])).sum(1) for f in (np.less, np.equal))
             ranks.append((below + random.random(len(actual)) * (equal + 1)) / (_FUTURES + 1))
-        for index in order[told:]:
+        for index in order[finished:]:
             tell(model, batch, int(index))
         model.end_of_batch()
         central = float((np.abs(np.concatenate(ranks) - 0.5) <= 0.4).mean())
-        found.append(Calibration(float(np.mean(errors)), float(np.mean(inside)), central))
-    return found
+        calibrations.append(Calibration(float(np.mean(errors)), float(np.mean(inside)), central))
+    return calibrations
 
 
 def _live_counts(remaining: Ints, actual: Ints) -> tuple[float, float]:

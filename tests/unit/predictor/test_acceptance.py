@@ -183,10 +183,10 @@ def regret(requests: int, worlds: Sequence[tuple[float, float]], drafting: float
     model, version, length = Acceptance(LENGTHS), -1, 0
     for number, (share, accepted) in enumerate(worlds):
         world = Repeating(requests, share, accepted, seed=3 * number)
-        time = made = 0.0
+        time = generated = 0.0
         for step in range(4000):
             if step == 2000:
-                time = made = 0.0
+                time = generated = 0.0
             if model.version != version:
                 version, expected = model.version, model.expected()
                 seconds = step_seconds(expected.drafts, expected.lengths)
@@ -194,12 +194,12 @@ def regret(requests: int, worlds: Sequence[tuple[float, float]], drafting: float
             hit, taken = world.step(length)
             model.observe(length, requests, taken[hit] if length else NONE)
             time += step_seconds(length * hit.mean(), length)
-            made += 1 + taken.mean()
+            generated += 1 + taken.mean()
     best = math.inf
     for fixed in LENGTHS:
         tokens, drafts = Repeating(64, share, accepted, seed=5).tokens(fixed, 300)
         best = min(best, step_seconds(drafts, fixed) / tokens)
-    return float(time / made / best - 1)
+    return float(time / generated / best - 1)
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_requests_whose_siblings_have_ended_count_as_repeated() -> None:
     for _ in range(200):
         model.decoded(6, repeated=True)
         model.decoded(2, repeated=False)
-    new, repeated = (one.expected() for one in (model.of_new, model.of_repeated))
+    new, repeated = (part.expected() for part in (model.of_new, model.of_repeated))
     assert model.expected().tokens == pytest.approx(
         0.25 * new.tokens + 0.75 * repeated.tokens, rel=0.02
     )
@@ -262,7 +262,7 @@ def test_a_batch_of_both_is_their_mean() -> None:
     watch(model.of_new, Repeating(64, 0.3, 0.5), 4, 100)
     watch(model.of_repeated, Repeating(64, 0.9, 0.9), 4, 100)
     repeated_epoch(model, 40, 10)
-    new, repeated = (one.expected() for one in (model.of_new, model.of_repeated))
+    new, repeated = (part.expected() for part in (model.of_new, model.of_repeated))
     assert model.expected().tokens == pytest.approx(0.75 * new.tokens + 0.25 * repeated.tokens)
     assert model.expected().drafts == pytest.approx(0.75 * new.drafts + 0.25 * repeated.drafts)
     speeds = np.array([0.5, 1.0, 2.0])

@@ -82,7 +82,7 @@ def test_within_three_percent_of_the_clairvoyant_and_never_worse_than_static(nam
     assert seconds(ours) < 1.02 * static(name)
     if name in ("long tail", "two modes", "straggler"):
         assert seconds(ours) < 0.92 * static(name)
-        assert all(one.switches_on_the_way for one in ours)
+        assert all(batch.switches_on_the_way for batch in ours)
 
 
 @pytest.mark.parametrize(
@@ -145,14 +145,14 @@ def test_a_burst_into_one_group_goes_back_to_replicas() -> None:
     targets = [(switch.num_seqs, switch.target) for switch in ours.switches_on_the_way]
     assert any(live > 90 and target == REPLICAS for live, target in targets), targets
     assert ours.timeline[0].num_seqs == 2
-    assert next(one.layout for one in ours.timeline if one.at - ours.began > 2.5) == GROUP
+    assert next(sample.layout for sample in ours.timeline if sample.at - ours.began > 2.5) == GROUP
 
 
 def test_a_batch_opens_where_one_like_the_last_begins_best() -> None:
     """An idle engine switches, so that no request waits for it."""
     few, many = (shapes.uniform(n, 370, BOUND, BOUND, seed=1) for n in (2, 100))
     runs = run(policy_of(PROFILE), [few, few, many, many])
-    assert [one.timeline[0].layout for one in runs] == [REPLICAS, GROUP, GROUP, REPLICAS]
+    assert [batch.timeline[0].layout for batch in runs] == [REPLICAS, GROUP, GROUP, REPLICAS]
     assert not runs[1].switches
 
 
@@ -163,7 +163,7 @@ def test_a_report_of_decisions_and_a_file_of_lengths(tmp_path: Path) -> None:
     runs = run(policy, batches("long tail"))
     report = policy.report()
     fired = [decision for decision in report.decisions if decision.fired]
-    assert len(fired) == sum(len(one.switches_on_the_way) for one in runs)
+    assert len(fired) == sum(len(batch.switches_on_the_way) for batch in runs)
     assert len(fired) < len(report.decisions), "nearly taken ones are noted, too"
     for decision in fired:
         assert decision.real_cost is not None and decision.real_cost >= 0

@@ -38,8 +38,8 @@ def report(
 ) -> SwitchReport:
     migrated = num_seqs if migrated is None else migrated
     values = {"seconds": 1.0, "kv": 0.5, "kv_bytes": 1 << 24 if migrated else 0} | values
-    made = switch_report(ONE, FOUR, num_seqs=num_seqs, tokens=tokens, migrated=migrated, **values)
-    return replace(made, recomputed=num_seqs - migrated)
+    switch = switch_report(ONE, FOUR, num_seqs=num_seqs, tokens=tokens, migrated=migrated, **values)
+    return replace(switch, recomputed=num_seqs - migrated)
 
 
 def linear(
@@ -58,7 +58,7 @@ positive = st.floats(1e-7, 1e-2)
 @st.composite
 def models(draw: st.DrawFn) -> CostModel:
     """Models from rates, from profiles, from both, all of them with some switches observed."""
-    rates = draw(positive), {one: draw(positive) for one in LAYOUTS if draw(st.booleans())}
+    rates = draw(positive), {layout: draw(positive) for layout in LAYOUTS if draw(st.booleans())}
     model = CostModel("auto", *rates) if draw(st.booleans()) else CostModel()
     if draw(st.booleans()):
         switches = [
@@ -67,11 +67,11 @@ def models(draw: st.DrawFn) -> CostModel:
             if draw(st.booleans())
             for sample in linear(source, target, draw(positive), draw(positive), draw(positive))
         ]
-        prefill = {one: draw(positive) for one in LAYOUTS if draw(st.booleans())}
+        prefill = {layout: draw(positive) for layout in LAYOUTS if draw(st.booleans())}
         model.fit(make_profile(switches, prefill))
     for _ in range(draw(st.integers(0, 3))):
         num_seqs = draw(st.integers(1, 9))
-        made = report(
+        switch = report(
             num_seqs,
             draw(st.integers(1, 100_000)),
             draw(st.integers(0, num_seqs)),
@@ -79,7 +79,7 @@ def models(draw: st.DrawFn) -> CostModel:
             kv=draw(st.floats(1e-5, 1)),
             kv_bytes=draw(st.sampled_from([100, 1 << 24])),
         )
-        model.observe(made)
+        model.observe(switch)
     return model
 
 

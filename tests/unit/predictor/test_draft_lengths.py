@@ -58,33 +58,33 @@ class Driven:
 def test_draft_lengths_follow_what_is_accepted(idle: bool) -> None:
     """A batch begins as one like the last is planned: the first one without drafts, none with the
     lengths of the last one's tail."""
-    one = Driven()
-    assert {*one.table().values()} == {0}
-    one.steps(70, 4, 4)
-    planned = one.plan()
+    driven = Driven()
+    assert {*driven.table().values()} == {0}
+    driven.steps(70, 4, 4)
+    planned = driven.plan()
     assert planned[1] == planned[2] == 4, "drafts that are all accepted"
-    one.steps(3000, 4, 0)
-    assert one.plan()[1] == 0, "drafts that are never accepted"
-    one.policy.weights_changed()
+    driven.steps(3000, 4, 0)
+    assert driven.plan()[1] == 0, "drafts that are never accepted"
+    driven.policy.weights_changed()
     if idle:
-        one.policy.idle(one.now)
+        driven.policy.idle(driven.now)
     else:
-        one.plan()
-    assert one.table()[1] > 0, "with other weights they may be"
+        driven.plan()
+    assert driven.table()[1] > 0, "with other weights they may be"
 
 
 def test_an_engine_that_leaves_lengths_to_its_configuration() -> None:
-    one = Driven((0,))
-    one.steps(70, 4, 4)
-    assert one.plan() == {} == one.policy.drafts
+    driven = Driven((0,))
+    driven.steps(70, 4, 4)
+    assert driven.plan() == {} == driven.policy.drafts
 
 
 def test_speeds_are_seen_in_steps_of_one_draft_length() -> None:
     """Else steps without drafts would make all requests seem slow."""
     driven, looked = Driven(), []
     driven.policy._speeds.observe = lambda live, expected: looked.append(expected)  # type: ignore[method-assign]
-    for some in ([(20, 2)], [(20, 0)], [(5, 0), (15, 2)], [(1, 0), (19, 2)], []):
-        for count, k in some:
+    for steps in ([(20, 2)], [(20, 0)], [(5, 0), (15, 2)], [(1, 0), (19, 2)], []):
+        for count, k in steps:
             driven.steps(count, k, accepted=min(k, 1))
         driven.plan()
     assert [expected > 0 for expected in looked] == [True, False, False, True, False]

@@ -104,18 +104,18 @@ def test_samples_are_within_bounds_and_repeatable(
     response = st.tuples(st.integers(0, 2 * bound), st.booleans())
     for _ in range(data.draw(st.integers(1, 3))):
         for length, complete in data.draw(st.lists(response, max_size=30)):
-            for one in (model, other):
-                one.finished(length, complete)
-        for one in (model, other):
-            one.end_of_batch()
+            for predictor in (model, other):
+                predictor.finished(length, complete)
+        for predictor in (model, other):
+            predictor.end_of_batch()
     requests = st.tuples(st.integers(0, bound - 1), st.integers(bound, 4 * bound), st.booleans())
     generated, bounds, exact = [
         list(values)
         for values in zip(*data.draw(st.lists(requests, min_size=1, max_size=20)), strict=True)
     ]
     live = running(generated, bounds, exact)
-    for one in (model, other):
-        one.observe_running(live)
+    for predictor in (model, other):
+        predictor.observe_running(live)
     remaining = model.sample(live, futures)
     assert remaining.shape == (len(live), futures) and remaining.dtype == np.int64
     room = (live.max_tokens - live.num_output_tokens)[:, None]
@@ -189,12 +189,12 @@ def test_empty_and_aborted_batches_change_nothing_and_single_requests_add_up() -
     ids=["uniform", "deepscaler", "drift"],
 )
 def test_calibrated_after_three_batches(batches: list[LengthTrace]) -> None:
-    found = replay(batches)
-    later = Calibration.mean(found[3:])
+    calibrations = replay(batches)
+    later = Calibration.mean(calibrations[3:])
     assert 0.74 < later.coverage_80 < 0.86
     assert 0.7 < later.live_coverage < 1
     assert later.live_error < 0.025
-    assert found[0].live_error < 0.12
+    assert calibrations[0].live_error < 0.12
 
 
 # Persistence

@@ -408,9 +408,13 @@ def test_more_acceptance_never_takes_longer_and_none_changes_nothing(
         useless = plan_of(planner, layout, ahead, drafting=drafting([1.0] * 5))
         assert useless == plain, "to the last digit"
         assert all(table == ((1, 1024, 0),) for table in plain.outlook.drafts.values())
-        less, least = (plan_of(planner, layout, ahead, drafting=one) for one in (drafts, better))
+        less, least = (
+            plan_of(planner, layout, ahead, drafting=accepted) for accepted in (drafts, better)
+        )
         assert least.never <= less.never <= plain.never
-        now, then = (planner.token_seconds(layout, ahead, one) for one in (drafts, better))
+        now, then = (
+            planner.token_seconds(layout, ahead, accepted) for accepted in (drafts, better)
+        )
         assert (then <= now).all()
 
 

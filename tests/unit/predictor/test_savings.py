@@ -77,12 +77,14 @@ def replayed(parts: Sequence[Part], slower: float = 1.0) -> tuple[BatchSavings, 
     Args:
         slower: than its model the engine is.
     """
-    savings, now, made, live, length = Savings(Known()), 5.0, 0, 8, 20.0
+    savings, now, generated, live, length = Savings(Known()), 5.0, 0, 8, 20.0
     fixed = switching = 0.0
     savings.arrived()
     for part in parts:
         left = 0 if part is parts[-1] else min(part.left, live)
-        begin = Look(now, part.layout, live, round(live * length), round(length), made, prompt=1e6)
+        begin = Look(
+            now, part.layout, live, round(live * length), round(length), generated, prompt=1e6
+        )
         if part.stall is None:
             savings.look(begin)
         else:
@@ -108,10 +110,10 @@ def replayed(parts: Sequence[Part], slower: float = 1.0) -> tuple[BatchSavings, 
             fixed += plain if part.layout == ONE else tokens * pace(ONE, mean, context)
             switching += plain
         now += real
-        made += round(mean * tokens)
+        generated += round(mean * tokens)
         length += tokens
         live = left
-    savings.end(now, made)
+    savings.end(now, generated)
     (record,) = savings.records.since()
     return record, BatchTimes(fixed, switching, now - 5.0)
 
@@ -205,7 +207,7 @@ def test_what_is_not_counted() -> None:
 def test_the_prediction_is_of_the_most_requests() -> None:
     savings = Savings(Known())
     looks = [Look(float(number), ONE, live, 100, 20, 0) for number, live in enumerate((4, 8, 8, 6))]
-    assert [savings.look(one) for one in looks] == [True, True, False, False]
+    assert [savings.look(look) for look in looks] == [True, True, False, False]
     savings.end(9.0, 0)
     assert savings.look(Look(10.0, ONE, 2, 100, 20, 0)), "of the next batch"
 
@@ -213,7 +215,7 @@ def test_the_prediction_is_of_the_most_requests() -> None:
 def test_tokens_come_where_as_many_are_live() -> None:
     # Three are live for 10 tokens, two for 20 and one for 70.
     parts = [Stretch(ONE, 1.0, 0.0, True, True, t, m, 9, 9) for t, m in ((5, 3), (15, 3), (9, 1.4))]
-    assert [one.tokens for one in in_step(parts, [10, 30, 100])] == [2.5, 7.5, 90.0]
+    assert [part.tokens for part in in_step(parts, [10, 30, 100])] == [2.5, 7.5, 90.0]
     assert in_step([], [10]) == []
 
 

@@ -28,8 +28,8 @@ def looks(speeds: Speeds, each: Floats, steps: int, count: int = 10) -> LiveRequ
     """The requests after so many looks, `steps` steps apart, in which each accepts `each` drafts
     per step where 1 is expected."""
     for look in range(count):
-        made = look * steps
-        live = live_requests([50] * len(each), np.round(1 + made * (1 + each)), steps=made)
+        done = look * steps
+        live = live_requests([50] * len(each), np.round(1 + done * (1 + each)), steps=done)
         speeds.observe(live, 1.0)
     return live
 
@@ -61,12 +61,12 @@ def by_chance(
     and what each request seemed to accept per step."""
     random = np.random.default_rng(seed)
     runs = random.geometric(1 / (1 + each), ((count - 1) * steps // burst, len(each))) - 1
-    made = np.vstack((np.zeros(len(each), np.int64), runs.repeat(burst, axis=0).cumsum(axis=0)))
+    accepted = np.vstack((np.zeros(len(each), np.int64), runs.repeat(burst, axis=0).cumsum(axis=0)))
     for look in range(count):
         done = look * steps
-        live = live_requests([50] * len(each), 1 + done + made[done], steps=done)
+        live = live_requests([50] * len(each), 1 + done + accepted[done], steps=done)
         speeds.observe(live, 1.0)
-    return live, made[done] / max(1, done)
+    return live, accepted[done] / max(1, done)
 
 
 def test_what_little_shows_is_trusted_little() -> None:
@@ -75,8 +75,8 @@ def test_what_little_shows_is_trusted_little() -> None:
     assert speeds.variance == pytest.approx(each.var(ddof=1), rel=0.3)
     speeds.end_of_batch()
     live, seemed = by_chance(speeds, each, 5, 2, seed=1)
-    found = speeds.sample(live, 64).mean(axis=1)
-    assert (abs(found - 1) < 0.5 * abs(seemed - 1) + 0.1).all()
+    sampled = speeds.sample(live, 64).mean(axis=1)
+    assert (abs(sampled - 1) < 0.5 * abs(seemed - 1) + 0.1).all()
 
 
 def test_chance_that_lasts_is_not_taken_for_a_requests_own_speed() -> None:
@@ -121,9 +121,9 @@ def test_requests_that_come_and_go_are_told_apart() -> None:
     live = looks(speeds, each, 1000)
     before = speeds.sample(live, 8).mean(axis=1)
     left = np.array([12, 3, 15])
-    some = LiveRequests(*(getattr(live, name)[left] for name in LiveRequests.__dataclass_fields__))
-    speeds.observe(some, 1.0)
-    assert speeds.sample(some, 8).mean(axis=1) == pytest.approx(before[left], abs=0.1)
+    kept = LiveRequests(*(getattr(live, name)[left] for name in LiveRequests.__dataclass_fields__))
+    speeds.observe(kept, 1.0)
+    assert speeds.sample(kept, 8).mean(axis=1) == pytest.approx(before[left], abs=0.1)
 
 
 # What draft lengths give such requests
@@ -131,10 +131,10 @@ def test_requests_that_come_and_go_are_told_apart() -> None:
 
 def learnt(share: float) -> Acceptance:
     """Drafts that are accepted with this probability, if those before them were."""
-    random, found = np.random.default_rng(0), Acceptance(LENGTHS)
+    random, acceptance = np.random.default_rng(0), Acceptance(LENGTHS)
     for _ in range(2000):
-        found.observe(7, 64, np.minimum(random.geometric(1 - share, 64) - 1, 7))
-    return found
+        acceptance.observe(7, 64, np.minimum(random.geometric(1 - share, 64) - 1, 7))
+    return acceptance
 
 
 def test_a_usual_request_gets_what_is_expected_and_slow_ones_gain_little_from_long_drafts() -> None:
@@ -183,10 +183,10 @@ def outlook_seconds(
     planner = Planner(
         (ONE,), step, lambda *_: np.zeros(()), max_num_seqs={1: 10**6}, kv_tokens={1: 10**9}
     )
-    made = np.stack((tokens if now is None else now, tokens))
-    mean = 1 / (1 / made).mean(axis=1)
+    per_step = np.stack((tokens if now is None else now, tokens))
+    mean = 1 / (1 / per_step).mean(axis=1)
     drafting = Drafting(np.array([2, 4]), mean, np.array([2.0, 4.0]))
-    ahead = course(live_requests([10] * count), remaining[:, None], made[:, :, None])
+    ahead = course(live_requests([10] * count), remaining[:, None], per_step[:, :, None])
     return planner.outlook(ahead, drafting=drafting).plan(ONE).never
 
 
@@ -195,15 +195,15 @@ requests = st.lists(st.tuples(st.integers(1, 5000), st.floats(1.0, 5.0)), min_si
 
 @settings(max_examples=60)
 @given(requests)
-def test_a_batch_takes_as_long_as_its_slowest_request(some: list[tuple[int, float]]) -> None:
-    remaining, tokens = (np.array(one) for one in zip(*some, strict=True))
+def test_a_batch_takes_as_long_as_its_slowest_request(batch: list[tuple[int, float]]) -> None:
+    remaining, tokens = (np.array(column) for column in zip(*batch, strict=True))
     assert outlook_seconds(remaining, tokens) == pytest.approx((remaining / tokens).max())
 
 
 @settings(max_examples=60)
 @given(requests, st.floats(0.001, 0.1))
-def test_each_request_pays_for_its_own_steps(some: list[tuple[int, float]], each: float) -> None:
-    remaining, tokens = (np.array(one) for one in zip(*some, strict=True))
+def test_each_request_pays_for_its_own_steps(batch: list[tuple[int, float]], each: float) -> None:
+    remaining, tokens = (np.array(column) for column in zip(*batch, strict=True))
     steps = remaining / tokens
     expected = steps.max() + each * (steps.sum() - steps.max())
     assert outlook_seconds(remaining, tokens, each) == pytest.approx(expected)

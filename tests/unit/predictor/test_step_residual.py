@@ -79,6 +79,6 @@ def test_repeats_of_a_shape_are_held_out_together() -> None:
     parts = [*folds(steps, 3, seed=0)]
     assert sum(len(held) for held, _ in parts) == len(steps)
     for held, kept in parts:
-        of_both = [{(s.layout, s.batch, s.context) for s in some} for some in (held, kept)]
+        of_both = [{(s.layout, s.batch, s.context) for s in samples} for samples in (held, kept)]
         assert of_both[0].isdisjoint(of_both[1])
         assert {s.layout for s in held} == {*LAYOUTS} and len(held) + len(kept) == len(steps)

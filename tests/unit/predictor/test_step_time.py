@@ -189,13 +189,13 @@ def test_times_are_finite_and_positive_and_arguments_broadcast(
         int(rng.integers(1, 6)),
     )
     fields = tuple(int(field) for field in fields)
-    one = model.step(TWO, StepShape(*fields))
+    scalar = model.step(TWO, StepShape(*fields))
     decoding = replace(StepShape(*fields), prefill=0)
     plain = uncorrected(model).step(TWO, decoding)
     assert model._models[TWO].at(decoding) == pytest.approx(plain, rel=1e-9)
     arrays = [np.array([field, field]) for field in fields]
     mixed = model.seconds(TWO, fields[0], arrays[1][:, None], fields[2], arrays[3], fields[4])
-    assert mixed == pytest.approx(np.full((2, 2), one), rel=1e-9)
+    assert mixed == pytest.approx(np.full((2, 2), scalar), rel=1e-9)
 
 
 # Online

@@ -121,7 +121,7 @@ def test_a_tool_that_has_run_long_has_less_left() -> None:
     known.end_of_batch()
     known.ended(50.0, Turn(1, 0, 0), 100)
     soon, later = (sample(known, now, NOBODY, NOTHING) for now in (50.0, 53.0))
-    first = [float(one.begin[1].max()) for one in (soon, later)]
+    first = [float(sampled.begin[1].max()) for sampled in (soon, later)]
     assert first == pytest.approx([40, 10]), "a token takes 0.1 s"
 
 
@@ -154,10 +154,10 @@ spans = st.lists(st.tuples(st.floats(0, 1000), st.floats(1, 1000)), min_size=1, 
 
 @settings(max_examples=60)
 @given(spans)
-def test_all_that_is_decoded_lies_ahead(some: list[tuple[float, float]]) -> None:
+def test_all_that_is_decoded_lies_ahead(turns: list[tuple[float, float]]) -> None:
     """Turns of trajectories of one turn each: those that begin later waited before."""
-    begin, count = np.array([0.0, *(one for one, _ in some)]), len(some) + 1
-    end = begin + np.array([10.0, *(one for _, one in some)])
+    begin, count = np.array([0.0, *(start for start, _ in turns)]), len(turns) + 1
+    end = begin + np.array([10.0, *(length for _, length in turns)])
 
     def columns(values: Floats) -> Floats:
         return np.repeat(values[:, None], 2, axis=1)
@@ -207,7 +207,7 @@ def test_of_many_the_share_counts_that_decodes() -> None:
     """Half of them wait at any time: a step twice as fast saves a quarter of the time."""
     random = np.random.default_rng(0)
     shift = random.uniform(0, 200, 64)
-    begin = np.concatenate([np.arange(-1, 10) * 200.0 + one for one in shift])[:, None]
+    begin = np.concatenate([np.arange(-1, 10) * 200.0 + offset for offset in shift])[:, None]
     begin = np.repeat(begin, 2, axis=1)
     end = np.clip(begin + 100, 0, 2000)
     begin = np.clip(begin, 0, 2000)

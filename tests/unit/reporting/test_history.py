@@ -34,8 +34,8 @@ def test_changes_and_first_steps_are_kept() -> None:
     for seconds in (0.5, 0.125, 0.125):
         history.step(TWO, seconds)
     report = history.report(TWO, [ONE, TWO])
-    assert [one.by_replica for one in report.timeline] == [(3, 2), (2, 3), (2, 2)]
-    assert [one.first_step for one in report.switches] == [None, 0.5]
+    assert [sample.by_replica for sample in report.timeline] == [(3, 2), (2, 3), (2, 2)]
+    assert [switch.first_step for switch in report.switches] == [None, 0.5]
     steps = report.steps[TWO]
     assert (steps.steps, steps.seconds, steps.median) == (3, 0.75, 0.125)
     assert (len(report.refused), report.errors, report.later_turns) == (1, 0, 1)
@@ -93,7 +93,7 @@ def test_drafts_of_two_batches_are_counted_apart() -> None:
         DraftSample(11.2, ONE, 1, 4, 2, 16, 3),
         DraftSample(11.4, ONE, 1, 4, 1, 8, 8, 5, 4),
     )
-    assert [one.at for one in history.report(ONE, [ONE], since=11.3).drafts] == [11.4]
+    assert [sample.at for sample in history.report(ONE, [ONE], since=11.3).drafts] == [11.4]
 
 
 def test_drafts_over_time() -> None:
@@ -106,7 +106,7 @@ def test_drafts_over_time() -> None:
         DraftSample(15.1, TWO, 0, 2, 5, 10, 1),
     )
     means = drafts_over_time(samples, 12.0, 1.0)
-    assert [(one.start, one.num_speculative_tokens, one.acceptance) for one in means] == [
+    assert [(mean.start, mean.num_speculative_tokens, mean.acceptance) for mean in means] == [
         (0.0, 1.0, 0.5),
         (2.0, 0.0, None),
         (3.0, 2.0, 0.1),
@@ -153,13 +153,13 @@ def test_a_history_is_read_while_it_grows() -> None:
         while writer.is_alive():
             report = history.report(ONE, [ONE], since=0.0)
             # Of each layout a sum and a count that belong together; of each record all.
-            assert all(one.seconds == one.steps for one in report.steps.values())
+            assert all(steps.seconds == steps.steps for steps in report.steps.values())
             for records in (report.switches, report.drafts):
-                assert [one.at for one in records] == list(range(len(records)))
+                assert [record.at for record in records] == list(range(len(records)))
             read.set()
     finally:
         read.set()
         writer.join()
         sys.setswitchinterval(interval)
     assert not failed, failed
-    assert sum(one.steps for one in history.report(ONE, [ONE]).steps.values()) == 1_500
+    assert sum(steps.steps for steps in history.report(ONE, [ONE]).steps.values()) == 1_500

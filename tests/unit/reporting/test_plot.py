@@ -90,7 +90,7 @@ def test_contents(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lines["of each replica"][1][1] == 16
     assert len(above.texts) == 3, "a word at each switch but the way home"
     shown: list[Any] = above.patches[:5]
-    bounds = [(one.get_x(), one.get_width()) for one in shown]
+    bounds = [(bar.get_x(), bar.get_width()) for bar in shown]
     # A layout lasts until a switch, also while there is no request.
     assert bounds == [(0.0, 3.75), (3.75, 2.0), (5.75, 5.0), (10.75, 17.0), (27.75, 2.5)]
     assert drafts.get_ylabel() == "draft length k"

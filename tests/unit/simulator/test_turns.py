@@ -32,8 +32,8 @@ EP = Layout(2, 1, "ep")
 
 def turns(*trajectories: list[tuple[int, int, float]], prompt: int = 33) -> LengthTrace:
     """Of (response, appended tokens, seconds of the tool)."""
-    made = [[TurnLengths(*turn) for turn in one] for one in trajectories]
-    return LengthTrace.of_trajectories("test", made, 100_000, 0, [prompt] * len(made))
+    lengths = [[TurnLengths(*turn) for turn in trajectory] for trajectory in trajectories]
+    return LengthTrace.of_trajectories("test", lengths, 100_000, 0, [prompt] * len(lengths))
 
 
 def test_a_turn_arrives_after_the_one_before_it_and_computes_what_it_appends() -> None:
@@ -143,8 +143,8 @@ def test_a_turn_that_comes_back_finds_what_an_earlier_one_has_left() -> None:
     """The second turn goes to the other replica, for five requests are where the first one was; the
     third comes back, for six are where the second one was."""
     trajectory = [(4, 10, 2.0), (20, 10, 2.0), (2, 0, 0.0)]
-    five, one, six = [[(15, 0, 0.0)]] * 5, [[(100, 0, 0.0)]], [[(100, 0, 0.0)]] * 6
-    trace = turns(trajectory, *five, *one, *six)
+    five, single, six = [[(15, 0, 0.0)]] * 5, [[(100, 0, 0.0)]], [[(100, 0, 0.0)]] * 6
+    trace = turns(trajectory, *five, *single, *six)
     trace = replace(
         trace,
         arrivals=trace.arrivals[:3] + (4.5,) * 5 + (26.3,) + (26.5,) * 6,
@@ -233,5 +233,5 @@ def test_runs_are_what_they_were(
     run = simulate(trace, policy, Linear(), capacity)
     assert (run.seconds, sum(run.finished)) == (seconds, ended)
     assert (run.prefilled, run.preempted) == (prefilled, preempted)
-    assert [(one.at, one.tokens) for one in run.switches] == switches
-    assert all(one.cached_tokens == 0 for one in run.switches)
+    assert [(switch.at, switch.tokens) for switch in run.switches] == switches
+    assert all(switch.cached_tokens == 0 for switch in run.switches)

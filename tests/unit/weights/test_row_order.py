@@ -69,7 +69,7 @@ storages = st.builds(Storage, partitions(), st.integers(0, 7))
 
 
 def apply(swaps: list[Swap], rows: list[int]) -> None:
-    for a, b, n in ((one.a, one.b, one.length) for one in swaps):
+    for a, b, n in ((swap.a, swap.b, swap.length) for swap in swaps):
         assert abs(a - b) >= n, "the two sides overlap"
         rows[a : a + n], rows[b : b + n] = rows[b : b + n], rows[a : a + n]
 
@@ -86,7 +86,7 @@ def test_every_layout_finds_its_shard_and_the_way_back_restores_every_row(
         apply([swap for of_round in rounds(swaps) for swap in of_round], rows)
         block, at = storage.blocks[tp], tp
         assert rows[block.start : block.start + block.size] == storage.shards[tp]
-        assert [one * storage.unit for one in storage.orders[tp].units] == rows[:: storage.unit]
+        assert [unit * storage.unit for unit in storage.orders[tp].units] == rows[:: storage.unit]
     assert rows == list(range(storage.size))
 
 

@@ -142,8 +142,8 @@ def test_a_rank_has_its_shard_of_a_wider_layout(cut: tuple[Partition, int, int],
     partition, base_tp, tp = cut
     for rank in range(tp * more):
         target, base = (
-            partition.shard(one, Layout.of(one, tp * more).tp_rank_of(rank))
-            for one in (tp, base_tp)
+            partition.shard(size, Layout.of(size, tp * more).tp_rank_of(rank))
+            for size in (tp, base_tp)
         )
         assert target.size == partition.shard(tp, 0).size
         assert built(pieces_of(target, base), target.size, rows_of(base)) == rows_of(target)
@@ -159,7 +159,7 @@ def fused_experts(draw: st.DrawFn) -> tuple[tuple[Cut, Cut], Layout, Layout]:
     experts = draw(st.integers(tp, 20)) if base_tp == 1 else tp * draw(st.integers(1, 4))
     sizes = (tp * draw(st.integers(1, 3)),) * draw(st.integers(1, 2))
     cuts = Cut(ExpertPartition(experts), "ep"), Cut(EvenPartition(sizes, dim=1), "tp")
-    base, layout = (Layout.of(one, ranks, kind if one > 1 else "tp") for one in (base_tp, tp))
+    base, layout = (Layout.of(size, ranks, kind if size > 1 else "tp") for size in (base_tp, tp))
     return cuts, base, layout
 
 
@@ -183,7 +183,7 @@ def test_a_group_has_every_row_of_every_expert_once_and_a_rank_those_of_a_wider_
         assert (experts, rows) == (len(everything[0]), len(everything[1]) // layout.tp)
     for rank in range(layout.world_size):
         for cut in cuts:
-            target, source = (cut.shard(one.place_of(rank)) for one in (layout, base))
+            target, source = (cut.shard(side.place_of(rank)) for side in (layout, base))
             pieces = pieces_of(target, source)
             assert cut.dim or len(pieces) == 1, "a range of experts is a view"
             assert built(pieces, target.size, rows_of(source)) == rows_of(target)

@@ -35,14 +35,14 @@ def test_static_layouts_take_as_long_as_the_simulator_says(
     machine = _machine(model, gpu)
     for layout in rollouts.static.layouts:
         run, *_ = replay_chain(rollouts, Task(Config(layout), 0))
-        found = batch_seconds(
+        seconds = batch_seconds(
             machine,
             [layout],
             rollouts.static.kv_tokens,
             rollouts.static.max_num_seqs,
             Load.of(rollouts.chains[0][1]),
         )
-        assert found == pytest.approx(run.seconds, rel=0.15), layout
+        assert seconds == pytest.approx(run.seconds, rel=0.15), layout
 
 
 def test_with_drafts_the_slowest_of_equal_responses_ends_the_batch() -> None:
@@ -55,8 +55,8 @@ def test_with_drafts_the_slowest_of_equal_responses_ends_the_batch() -> None:
     lengths = (0, 1, 2, 4)
     for layout in rollouts.static.layouts[:2]:
         configs = [Config(layout, f"k = {k}") for k in lengths[1:]]
-        runs = [replay_chain(rollouts, Task(one, 0, screening=True))[0] for one in configs]
-        found = batch_seconds(
+        runs = [replay_chain(rollouts, Task(config, 0, screening=True))[0] for config in configs]
+        seconds = batch_seconds(
             _machine("qwen3-30b-a3b", "A40"),
             [layout],
             rollouts.static.kv_tokens,
@@ -64,7 +64,7 @@ def test_with_drafts_the_slowest_of_equal_responses_ends_the_batch() -> None:
             Load.of(rollouts.chains[0][1]),
             lengths,
         )
-        assert found == pytest.approx(min(run.seconds for run in runs), rel=0.1), layout
+        assert seconds == pytest.approx(min(run.seconds for run in runs), rel=0.1), layout
 
 
 def test_a_batch_switches_where_that_saves_time() -> None:
@@ -75,7 +75,7 @@ def test_a_batch_switches_where_that_saves_time() -> None:
         kv = {1: 400_000, 8: 4_000_000} | {int(tp[2:]): room[tp] for tp in room}
         return batch_seconds(machine, layouts, kv, dict.fromkeys(kv, 1024), load)
 
-    alone = [seconds(one) for one in (narrow, wide)]
+    alone = [seconds(layout) for layout in (narrow, wide)]
     assert seconds(narrow, wide) < min(alone)
     # The same layouts, with less memory.
     assert seconds(narrow, tp1=9_000) > alone[0]
@@ -84,11 +84,11 @@ def test_a_batch_switches_where_that_saves_time() -> None:
 def test_shares_of_lengths() -> None:
     machine = _machine("llama-3.1-8b", "H100")
     of: Any = {"machine": machine, "layouts": [Layout(8, 1)], "kv_tokens": {8: 10**9}}
-    some, all_ = (
+    few, all_ = (
         batch_seconds(**of, max_num_seqs={8: 1024}, load=Load(64, lengths))
         for lengths in ([100, 1000], [100, 1000] * 32)
     )
-    assert some == all_
+    assert few == all_
 
 
 def _machine(model: str, gpu: str) -> Machine:

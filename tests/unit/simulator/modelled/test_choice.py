@@ -63,8 +63,8 @@ def chosen(
 
 
 def sizes(*args: Any, **options: Any) -> list[int]:
-    found: list[int] = chosen(*args, **options).options["layouts"]
-    return found
+    layouts: list[int] = chosen(*args, **options).options["layouts"]
+    return layouts
 
 
 @pytest.mark.parametrize(
@@ -104,8 +104,8 @@ def test_what_is_named_is_kept() -> None:
 
 def test_one_kind_of_experts_unless_both_are_asked_for() -> None:
     def kinds(pat: dict[str, Any], ranks: int = 4) -> set[str]:
-        found = chosen("qwen3-30b-a3b", H200, pat, ranks).layouts
-        return {one.experts for one in found if one.tp > 1}
+        layouts = chosen("qwen3-30b-a3b", H200, pat, ranks).layouts
+        return {layout.experts for layout in layouts if layout.tp > 1}
 
     assert kinds({}) == {"tp"} and kinds({"experts": "ep"}) == {"ep"}
     both = {"experts": "both", "base_tp": 1}
@@ -121,10 +121,10 @@ def test_too_little_room_is_told_by_the_option_that_helps() -> None:
     short = chosen("qwen3-30b-a3b", H100, {"base_tp": 1}, max_model_len=262144)
     assert "a request may have 262,144" in (short.warning or "")
     for model, device in (("qwen3-14b", A40), ("qwen3-30b-a3b", H100)):
-        found = chosen(model, device, max_model_len=262144 if device is H100 else 40960)
-        assert found.warning is None
-        assert "GiB of KV a rank (static engines: tp=1 " in found.found
-        assert "pat.base_tp, pat.layouts and pat.experts choose others" in found.found
+        picked = chosen(model, device, max_model_len=262144 if device is H100 else 40960)
+        assert picked.warning is None
+        assert "GiB of KV a rank (static engines: tp=1 " in picked.found
+        assert "pat.base_tp, pat.layouts and pat.experts choose others" in picked.found
 
 
 def test_an_unknown_device_decides_by_its_memory() -> None:
@@ -138,16 +138,16 @@ def test_an_unknown_device_decides_by_its_memory() -> None:
 def test_a_model_that_takes_no_memory_begins_with_one_rank(device: Device | None) -> None:
     on_cpu: dict[str, Any] = {"attention": "CPU_ATTN", "weights": "materialized"}
     for ranks, expected in ((2, [1, 2]), (4, [1, 2, 4]), (6, [1, 2, 6])):
-        found = sizes(TINY | {"num_attention_heads": 24}, Device(4 << 30), ranks=ranks, **on_cpu)
+        tps = sizes(TINY | {"num_attention_heads": 24}, Device(4 << 30), ranks=ranks, **on_cpu)
         heads = [tp for tp in expected if tp != 6]
-        assert found == heads
+        assert tps == heads
     assert sizes(TINY, device, {"base_tp": 1}, ranks=2) == [1, 2]
 
 
 def test_copies_of_weights_count() -> None:
     device = Device(28 << 30)
     inplace, copies = (
-        sizes("llama-3.1-8b", device, weights=one) for one in ("inplace", "materialized")
+        sizes("llama-3.1-8b", device, weights=weights) for weights in ("inplace", "materialized")
     )
     assert inplace[0] < copies[0]
 
@@ -187,11 +187,11 @@ def test_advise_and_doctor_agree(monkeypatch: pytest.MonkeyPatch, model: str, gp
     rollouts = rollouts_of(AdviseOptions(model, gpu, 8, responses=2048, iterations=2))
     advised, batch = rollouts.profile.layouts, rollouts.batches[0]
     longest = max(batch.num_prompt_tokens) + batch.max_tokens
-    shape, found = engine_shape(config, PATConfig(), 8, {"max_model_len": longest}, device)
-    assert shape.layouts == advised == found.layouts
-    stated = check_memory(config, device, shape, chosen=found.found)
+    shape, picked = engine_shape(config, PATConfig(), 8, {"max_model_len": longest}, device)
+    assert shape.layouts == advised == picked.layouts
+    stated = check_memory(config, device, shape, chosen=picked.found)
     assert stated.found.startswith(f"layouts {', '.join(map(str, advised))}, by modelled times")
-    assert found.warning is None and stated.problem is None
+    assert picked.warning is None and stated.problem is None
 
 
 def test_a_layout_alone_where_others_would_take_its_memory() -> None:

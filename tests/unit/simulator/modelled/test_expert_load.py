@@ -54,7 +54,7 @@ def test_hot_experts(experts: ExpertSizes, tokens: int, more: int) -> None:
 def test_busiest_rank(experts: ExpertSizes, ranks: int, tokens: int, more: int) -> None:
     if ranks > experts.count:
         return
-    load, grown = (busiest(experts, some, ranks) for some in (tokens, tokens + more))
+    load, grown = (busiest(experts, num_tokens, ranks) for num_tokens in (tokens, tokens + more))
     most = -(-experts.count // ranks)
     assert load.hot <= grown.hot <= most and load.work <= grown.work + 1e-6
     assert load.work >= tokens * experts.per_token / ranks - 1e-6, "less than the mean"

@@ -164,7 +164,7 @@ def test_states_cost_by_request_and_not_by_context() -> None:
     model = ModelSize.of(MODEL_SHAPES["qwen3-next-80b-a3b"])
     assert model.linear is not None
     wide = replace(model, linear=replace(model.linear, wide=True))
-    machine, wider = (Machine(one, GPUS["H200"]) for one in (model, wide))
+    machine, wider = (Machine(size, GPUS["H200"]) for size in (model, wide))
     layout = Layout(4, 2)
     more = [
         wider.step(layout, batch, context, 0) - machine.step(layout, batch, context, 0)
@@ -177,10 +177,10 @@ def test_states_cost_by_request_and_not_by_context() -> None:
     )
     assert more[0] == pytest.approx(more[1], rel=0.01) == pytest.approx(32 * read, rel=0.2)
     assert more[2] == pytest.approx(2 * more[0], rel=0.01)
-    one, two = Layout(1, 8), Layout(2, 4)
-    moved = [machine.switch(one, two, 8, tokens, one).kv_bytes for tokens in (8, 8000)]
-    assert moved[0] == int(8 * machine.moved(one, two) + 8 * model.state_bytes(1) / 2)
-    assert moved[1] - moved[0] == pytest.approx(7992 * machine.moved(one, two), abs=1)
+    tp1, tp2 = Layout(1, 8), Layout(2, 4)
+    moved = [machine.switch(tp1, tp2, 8, tokens, tp1).kv_bytes for tokens in (8, 8000)]
+    assert moved[0] == int(8 * machine.moved(tp1, tp2) + 8 * model.state_bytes(1) / 2)
+    assert moved[1] - moved[0] == pytest.approx(7992 * machine.moved(tp1, tp2), abs=1)
 
 
 @pytest.mark.parametrize(
