@@ -258,8 +258,8 @@ def refusal(directory: Path, model: str, options: dict[str, Any]) -> str:
 
 REFUSED = [
     *(
-        (one, {option: value, **more}, f"{option}={value!r}", allowed)
-        for one, option, value, allowed, more in OPTIONS
+        (model, {option: value, **more}, f"{option}={value!r}", allowed)
+        for model, option, value, allowed, more in OPTIONS
     ),
     *CONFIGS_AND_MODELS,
 ]

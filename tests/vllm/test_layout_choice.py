@@ -34,10 +34,10 @@ LONGEST = 16384 + 256
 @pytest.fixture
 def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What is logged."""
-    found: list[str] = []
+    logged: list[str] = []
     for level in ("info", "warning"):
-        monkeypatch.setattr(support.logger, level, lambda text, *of: found.append(text % of))
-    return found
+        monkeypatch.setattr(support.logger, level, lambda text, *of: logged.append(text % of))
+    return logged
 
 
 def engine_config(model: Path, ranks: int = 8, pat: Any = None, **options: Any) -> Any:
@@ -91,7 +91,7 @@ def test_a_cpu_has_its_own_attention(lines: list[str]) -> None:
 def test_tiny_models_keep_what_tests_rest_on(lines: list[str]) -> None:
     for ranks, expected in ((2, ["tp1dp2", "tp2dp1"]), (4, ["tp1dp4", "tp2dp2", "tp4dp1"])):
         config = engine_config(random_model("qwen3"), ranks, {"weights": "auto"}, max_model_len=512)
-        assert [str(one) for one in layouts_of(config)] == expected
+        assert [str(layout) for layout in layouts_of(config)] == expected
         assert len(lines) == 1 and "layouts tp1dp" in lines.pop()
 
 
@@ -122,5 +122,5 @@ def test_a_driver_that_says_nothing(monkeypatch: pytest.MonkeyPatch, lines: list
 
     monkeypatch.setattr(type(current_platform), "get_device_total_memory", fails)
     config = engine_config(random_model("qwen3"), 2, max_model_len=512)
-    assert [str(one) for one in layouts_of(config)] == ["tp1dp2", "tp2dp1"]
+    assert [str(layout) for layout in layouts_of(config)] == ["tp1dp2", "tp2dp1"]
     assert "nothing is known of the model's memory" in lines[-1]

@@ -110,8 +110,8 @@ def kv_cache_config(num_blocks: int, specs: Sequence[Any] = ()) -> Any:
     )
 
     groups = [
-        KVCacheGroupSpec([f"layer {group}"], one)
-        for group, one in enumerate(specs or [spec(FullAttentionSpec)])
+        KVCacheGroupSpec([f"layer {group}"], group_spec)
+        for group, group_spec in enumerate(specs or [spec(FullAttentionSpec)])
     ]
     page = groups[0].kv_cache_spec.page_size_bytes
     size = num_blocks * page

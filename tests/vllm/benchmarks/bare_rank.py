@@ -30,9 +30,9 @@ def main(rank: int, address: str) -> None:
         return host
 
     one_gpu.on_host = on_host
-    one = torch.ones(4)
-    dist.all_reduce(one)
-    assert one.tolist() == [2.0] * 4 and not staged, "tensors on CPU are gloo's affair"
+    ones = torch.ones(4)
+    dist.all_reduce(ones)
+    assert ones.tolist() == [2.0] * 4 and not staged, "tensors on CPU are gloo's affair"
     one_gpu.on_gpu = lambda tensor: True
     with torch.inference_mode():
         collectives(rank)
@@ -104,8 +104,8 @@ def doctor() -> None:
 
     gpu = FoundDevice(80 << 30, "9.0", name="a GPU", free=79 << 30)
     facts = Facts({}, "cuda", "a CPU", 1 << 40, 1 << 40, (gpu,), ((True,),))
-    assert not [one for one in environment_checks(facts, 2, True) if one.problem]
-    assert [one for one in environment_checks(facts, 3, True) if one.problem]
+    assert not [check for check in environment_checks(facts, 2, True) if check.problem]
+    assert [check for check in environment_checks(facts, 3, True) if check.problem]
 
 
 if __name__ == "__main__":

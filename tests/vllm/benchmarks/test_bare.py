@@ -76,8 +76,8 @@ def test_programs_of_the_steps_take_their_arguments(
     (smoke,) = run.commands("smoke", [], tmp_path, 2)
     assert importlib.util.find_spec(smoke[2]) is not None
     (tests,) = run.commands("tests", ["--collect-only", "-q"], tmp_path, 2)
-    found = subprocess.run([sys.executable, *tests[1:]], cwd=run.ROOT, capture_output=True)
-    assert found.returncode == 0 and b"test_drafts_across_switches" in found.stdout
+    result = subprocess.run([sys.executable, *tests[1:]], cwd=run.ROOT, capture_output=True)
+    assert result.returncode == 0 and b"test_drafts_across_switches" in result.stdout
     known = {field.name for field in fields(EngineArgs)}
     for step in ("two", "twographs"):
         ((*_, options),) = [

@@ -23,7 +23,7 @@ def test_a_model_is_as_its_spec_and_looks_back_to_its_first_token(name: str) -> 
     model, info = AutoModelForCausalLM.from_pretrained(random_model(name), output_loading_info=True)
     assert not any(info.values()), info  # every weight and no other
     config = model.config
-    attention = next(one for one in model.modules() if hasattr(one, "o_proj"))
+    attention = next(module for module in model.modules() if hasattr(module, "o_proj"))
     assert config.model_type == spec["arch"]
     assert str(model.dtype) == f"torch.{spec.get('dtype', 'float32')}"
     vocab = spec.get("vocab", 512)
@@ -65,7 +65,7 @@ def test_greedy_text_varies_and_is_not_decided_by_rounding(name: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(path)
     questions = ("Write a short story about a river.", "Explain why the sky is blue.")
     prompt, other_prompt = map(tokenizer.encode, questions)
-    (output,), (other,) = (ngram.generate(model, [one], 48) for one in (prompt, other_prompt))
+    (output,), (other,) = (ngram.generate(model, [tokens], 48) for tokens in (prompt, other_prompt))
     assert len(set(output)) > 12, output
     # Different contexts lead to different continuations, not to one common loop.
     assert sum(a != b for a, b in zip(output, other, strict=True)) > 36, (output, other)

@@ -271,10 +271,10 @@ def check_texts(root: Path, instead: Mapping[Path, Path] | None = None) -> Itera
         instead: files to be read in the place of vLLM's own.
     """
     for text in TEXTS:
-        found = _find(root, text.owner, instead or {})
-        if found is None:
+        definition = _find(root, text.owner, instead or {})
+        if definition is None:
             yield f"{text.owner} does not exist ({text.why})"
-        elif not re.search(text.pattern, ast.unparse(found)):
+        elif not re.search(text.pattern, ast.unparse(definition)):
             yield f"{text.owner} does not contain {text.pattern!r} any more ({text.why})"
 
 
@@ -288,11 +288,11 @@ def check_patches(root: Path, instead: Mapping[Path, Path] | None = None) -> Ite
     for patch in PATCHES:
         if not (root / patch.where.partition(".")[0]).is_dir():
             continue
-        found = _find(root, patch.where.replace(":", "."), instead or {})
+        definition = _find(root, patch.where.replace(":", "."), instead or {})
         parameters = None
-        if isinstance(found, ast.FunctionDef):
-            parameters = ", ".join(one.arg for one in found.args.args)
-        if found is None or parameters != patch.parameters:
+        if isinstance(definition, ast.FunctionDef):
+            parameters = ", ".join(arg.arg for arg in definition.args.args)
+        if definition is None or parameters != patch.parameters:
             yield f"{patch.where} has {parameters}, not {patch.parameters} ({patch.why})"
 
 
@@ -307,11 +307,11 @@ def _find(root: Path, dotted: str, instead: Mapping[Path, Path]) -> ast.AST | No
         file = path / "__init__.py"
     if not file.is_file():
         return None
-    found: ast.AST | None = ast.parse(instead.get(file, file).read_text())
+    definition: ast.AST | None = ast.parse(instead.get(file, file).read_text())
     for name in names:
-        body = getattr(found, "body", [])
-        found = next((node for node in body if name in _names(node)), None)
-    return found
+        body = getattr(definition, "body", [])
+        definition = next((node for node in body if name in _names(node)), None)
+    return definition
 
 
 def _names(node: ast.AST) -> tuple[str, ...]:

@@ -99,11 +99,11 @@ def check(root: Path, cache: Path, instead: Mapping[Path, Path] | None = None) -
     instead = instead or {}
     core = instead.get(root / _ENGINE_CORE, root / _ENGINE_CORE).read_text()
     asked = sorted(set(re.findall(r"\bself\.((?:scheduler|model_executor)\.\w+)", core)))
-    made = cache / "made"  # mypy knows files by their paths
-    made.mkdir(parents=True, exist_ok=True)
-    (made / "engine_core.py").write_text(_ASKED.format(names=", ".join(asked)))
-    config = made / "mypy.ini"
-    path = (Path(__file__).parent / "stubs", made, root, *FOLDERS)
+    folder = cache / "made"  # mypy knows files by their paths
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "engine_core.py").write_text(_ASKED.format(names=", ".join(asked)))
+    config = folder / "mypy.ini"
+    path = (Path(__file__).parent / "stubs", folder, root, *FOLDERS)
     others = ",".join(f"{name}.*" for name in _OTHERS.split())
     parts = ",".join(f"vllm.{part}.*" for part in _PARTS.split())
     needed = ",".join(sorted({*_BASES, *_imported()}))

@@ -15,4 +15,4 @@ pytestmark = pytest.mark.timeout(1200)
 
 @pytest.mark.parametrize("version", PUBLISHED)
 def test_schedulers_and_lanes(version: str, tmp_path: Path) -> None:
-    run_on(version, [f"vllm/{one}" for one in RUN], tmp_path)
+    run_on(version, [f"vllm/{path}" for path in RUN], tmp_path)

@@ -32,7 +32,7 @@ def number(version: str) -> str:
     return importlib.metadata.version(importlib.metadata.packages_distributions()["vllm"][0])
 
 
-SUPPORTED = (INSTALLED, *(one for one in PUBLISHED if one != number(INSTALLED)))
+SUPPORTED = (INSTALLED, *(version for version in PUBLISHED if version != number(INSTALLED)))
 
 NOT_OVERRIDDEN = {
     ("0.31.0", "has_request"): "new in 0.33",
@@ -99,7 +99,7 @@ def test_our_code_has_the_types_of_vllm(version: str) -> None:
 def test_vllm_does_what_we_rely_on(version: str) -> None:
     problems = list(check_texts(sources(version)))
     known = [name for of, name in OTHERWISE if number(version).startswith(of)]
-    left = [one for one in problems if not any(f".{name} " in one for name in known)]
+    left = [problem for problem in problems if not any(f".{name} " in problem for name in known)]
     assert not left, f"vLLM {version} does something else:\n" + "\n".join(left)
     assert len(problems) == len(known), "what vLLM does again needs no answer"
 
@@ -109,7 +109,7 @@ def test_ranks_can_share_a_gpu(version: str) -> None:
     torch = importlib.util.find_spec("torch")
     assert torch is not None and torch.origin is not None
     roots = (sources(version), FOLDERS[0], Path(torch.origin).parents[1])
-    problems = [one for root in roots for one in check_patches(root)]
+    problems = [problem for root in roots for problem in check_patches(root)]
     known = (sources(version) / "vllm" / "envs.py").read_text()
     problems += [name for name in ENVIRONMENT if f'"{name}": ' not in known]
     assert not problems, f"vLLM {version} has other things:\n" + "\n".join(problems)

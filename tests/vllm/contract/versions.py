@@ -26,8 +26,8 @@ def rows(version: str) -> Iterator[tuple[str, str]]:
         place, _, text = problem.partition(": ")
         text = re.sub(r"; maybe .*", "", text)
         places.setdefault(text, []).append(f"`{place.partition(':')[0]}`")
-    for text, found in places.items():
-        yield text, ", ".join(dict.fromkeys(found))
+    for text, files in places.items():
+        yield text, ", ".join(dict.fromkeys(files))
     for text in check_texts(sources):
         name, _, why = re.sub(r"'.*' any more", "what it has later", text).partition(" (")
         yield f"`{name.split()[0]}` {name.partition(' ')[2]}", why.removesuffix(")")
@@ -36,13 +36,13 @@ def rows(version: str) -> Iterator[tuple[str, str]]:
 def main(*versions: str) -> None:
     """Print a table for each version."""
     for version in versions:
-        found = list(rows(version))
+        table = list(rows(version))
         print(f"## {version}\n")
-        if not found:
+        if not table:
             print("Nothing differs.\n")
             continue
         print("| what differs | where, or what rests on it |\n|---|---|")
-        for what, where in found:
+        for what, where in table:
             print(f"| {what} | {where} |")
         print()
 

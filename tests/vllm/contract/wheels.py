@@ -77,9 +77,9 @@ def _index_url() -> str:
     """The package index that pip uses: its configuration and environment, else PyPI."""
     command = [sys.executable, "-m", "pip", "config", "list"]
     listed = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-    found = dict(re.findall(r"^(.+)\.index-url='(.*)'$", listed, flags=re.MULTILINE))
+    urls = dict(re.findall(r"^(.+)\.index-url='(.*)'$", listed, flags=re.MULTILINE))
     return next(
-        (found[where] for where in (":env:", "install", "global") if where in found),
+        (urls[where] for where in (":env:", "install", "global") if where in urls),
         "https://pypi.org/simple",
     )
 

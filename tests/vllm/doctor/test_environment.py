@@ -66,4 +66,6 @@ def test_an_engine_that_is_refused(options: dict[str, Any], words: str, tmp_path
     (tmp_path / "config.json").write_text(MISTRAL)
     facts = facts_of(tmp_path, **options)
     assert facts.refused is not None and words in facts.refused
-    assert not any("vLLM would choose" in one.name for one in environment_checks(facts, 2, True))
+    assert not any(
+        "vLLM would choose" in check.name for check in environment_checks(facts, 2, True)
+    )

@@ -37,5 +37,5 @@ def test_each_rank_loads_what_was_sent(tmp_path: Path) -> None:
         torch.multiprocessing.set_sharing_strategy(strategy)
     for weights in loaded:
         assert weights.keys() == sent.keys()
-        assert all(torch.equal(weights[name], one) for name, one in sent.items())
+        assert all(torch.equal(weights[name], weight) for name, weight in sent.items())
     assert len(loaded) == 2

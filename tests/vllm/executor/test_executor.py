@@ -403,12 +403,12 @@ def test_steps_finish_in_each_replicas_order(monkeypatch: pytest.MonkeyPatch) ->
     # When each replica's steps were sent: so late that none times out.
     executor._pending = {0: deque([1e12, 1e12]), 1: deque([1e12])}
     lanes.replies[1].append("of 1")
-    assert [(one.replica, one.output) for one in executor.finished()] == [(1, "of 1")]
+    assert [(result.replica, result.output) for result in executor.finished()] == [(1, "of 1")]
     lanes.replies[0].append("first")
     executor._pending[1].append(1e12)
     every = executor.finished(wait_for_all=True)
-    assert sorted(one.replica for one in every) == [0, 0, 1]
-    assert next(one.output for one in every if one.replica == 0) == "first"
+    assert sorted(result.replica for result in every) == [0, 0, 1]
+    assert next(result.output for result in every if result.replica == 0) == "first"
     assert not any(executor._pending.values())
     executor._pending[0].append(0.0)  # was sent long ago
     step_timeout(monkeypatch, 0.0)

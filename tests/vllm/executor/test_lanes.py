@@ -136,7 +136,7 @@ def replies(
 def test_drafts_travel_with_their_step() -> None:
     """Steps with tokens, and one between them of which a worker only hears what has ended."""
     sent = replies(Worker(), [*STEP, (EXECUTE, 0), *STEP])
-    assert [(ok, one.output, one.drafts) for ok, one in sent] == [
+    assert [(ok, reply.output, reply.drafts) for ok, reply in sent] == [
         (True, SAMPLED, DRAFTS),
         (True, EMPTY_MODEL_RUNNER_OUTPUT, None),
         (True, SAMPLED, DRAFTS),
@@ -200,7 +200,7 @@ def ends() -> Iterator[tuple[Lanes, list[WorkerLanes]]]:
     workers = [WorkerLanes(lanes.handles(), rank, LAYOUTS, torch.device("cpu")) for rank in (0, 1)]
     lanes.connect([worker.reply_handle() for worker in workers])
     ends: tuple[Lanes | WorkerLanes, ...] = (lanes, *workers)
-    threads = [threading.Thread(target=one.wait_until_ready) for one in ends]
+    threads = [threading.Thread(target=end.wait_until_ready) for end in ends]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -217,7 +217,7 @@ def there(queues: Iterable[Handle]) -> list[str]:
         assert queue.buffer_handle and queue.local_subscribe_addr and queue.local_notify_addr
         name = queue.buffer_handle[3]
         sockets = (queue.local_subscribe_addr, queue.local_notify_addr)
-        paths = [f"/dev/shm/{name}", *(one.removeprefix("ipc://") for one in sockets)]
+        paths = [f"/dev/shm/{name}", *(address.removeprefix("ipc://") for address in sockets)]
         if any(Path(path).exists() for path in paths):
             names.append(name)
     return names
@@ -277,22 +277,22 @@ def test_what_killed_workers_leave_is_removed(
 
 def test_a_users_file_is_no_socket(tmp_path: Path) -> None:
     """As with VLLM_RPC_BASE_PATH=/x/run#1 beside a file /x/run."""
-    mine, folder = tmp_path / "run", tmp_path / "run#1"
-    mine.write_text("mine")
+    file, folder = tmp_path / "run", tmp_path / "run#1"
+    file.write_text("mine")
     folder.mkdir()
-    with socket.socket(socket.AF_UNIX) as made:
-        made.bind(str(folder / "a"))
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.bind(str(folder / "a"))
     remove_sockets(
-        Handle(local_subscribe_addr=f"ipc://{folder}/a", local_notify_addr=f"ipc://{mine}")
+        Handle(local_subscribe_addr=f"ipc://{folder}/a", local_notify_addr=f"ipc://{file}")
     )
-    assert mine.read_text() == "mine" and not [*folder.iterdir()]
-    (folder / "met").symlink_to(mine)
+    assert file.read_text() == "mine" and not [*folder.iterdir()]
+    (folder / "met").symlink_to(file)
     leftovers = Leftovers(
         [Handle(local_subscribe_addr="ipc:///no/such", local_notify_addr="tcp://x:1")]
     )
     leftovers.add([Made((), f"file://{folder}/met")])
     leftovers.remove()
-    assert mine.exists() and (folder / "met").is_symlink()
+    assert file.exists() and (folder / "met").is_symlink()
 
 
 def test_queues_of_groups_are_among_what_a_worker_leaves(monkeypatch: pytest.MonkeyPatch) -> None:

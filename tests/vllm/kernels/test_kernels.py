@@ -31,8 +31,8 @@ def random_bytes(shape: Sequence[int], dtype: torch.dtype, seed: int) -> torch.T
     return torch.randint(0, 256, wide, dtype=torch.uint8, generator=generator).view(dtype)
 
 
-def same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+def same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(tensor.view(torch.uint8), other.view(torch.uint8))
 
 
 def random_swaps(
@@ -56,8 +56,8 @@ def random_swaps(
             ranges = [(a * unit, (b - a) * unit) for a, b in pairwise(cuts)]
             rng.shuffle(ranges)
             while len(ranges) > 1:
-                (a, one), (b, other) = ranges.pop(), ranges.pop()
-                swaps.append(RowSwap(tensor, a, b, min(one, other), dim))
+                (a, length), (b, other) = ranges.pop(), ranges.pop()
+                swaps.append(RowSwap(tensor, a, b, min(length, other), dim))
         rng.shuffle(swaps)
         rounds.append(swaps)
     return tensors, rounds
@@ -77,7 +77,7 @@ def swapped(tensors: list[torch.Tensor], rounds: list[list[RowSwap]]) -> list[to
 
 
 def num_bytes(rounds: list[list[RowSwap]]) -> int:
-    every = (one for swaps in rounds for one in swaps)
+    every = (row_swap for swaps in rounds for row_swap in swaps)
     return sum(2 * t.narrow(dim, a, length).nbytes for t, a, _, length, dim in every)
 
 
@@ -158,10 +158,10 @@ def random_pieces(rng: random.Random, view: torch.Tensor) -> list[list[kv.Piece]
     for _ in range(rng.randint(1, 4)):
         peer: list[kv.Piece] = []
         for _ in range(rng.randint(0, 2)):
-            mine, blocks = blocks[:3], blocks[3:]
+            ids, blocks = blocks[:3], blocks[3:]
             first = rng.randrange(heads)
-            if mine:
-                peer.append((tuple(mine), range(first, rng.randint(first + 1, heads))))
+            if ids:
+                peer.append((tuple(ids), range(first, rng.randint(first + 1, heads))))
         by_peer.append(peer)
     return by_peer
 

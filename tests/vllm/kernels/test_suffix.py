@@ -92,7 +92,7 @@ def test_texts_are_not_looked_through_for_no_drafts(monkeypatch: pytest.MonkeyPa
 def main() -> None:
     from pat_vllm.kernels import suffix
 
-    draws, found = random.Random(5), 0
+    draws, num_drafts = random.Random(5), 0
     for round_ in range(ROUNDS):
         requests, k, shortest = draws.randint(1, 5), draws.randint(1, 9), draws.randint(1, 3)
         if round_ < len(CASES):
@@ -123,7 +123,7 @@ def main() -> None:
             out = np.zeros(k, np.int32)
             count, _ = draft(np.array(own, np.int32), np.array(rows, np.int32), shortest, out)
             count *= sampled[-1]
-            found += count
+            num_drafts += count
             expected.append([*out[:count].tolist(), *[100 + state] * (k - count)])
         longest = max(map(len, texts))
         scores = torch.full((requests, suffix.score_blocks(OWN, longest) + 1), -1)
@@ -133,7 +133,7 @@ def main() -> None:
             others, longest, scores, drafts, shortest,
         )  # fmt: skip
         assert drafts.tolist() == expected, (round_, drafts.tolist(), expected)
-    assert found > ROUNDS
+    assert num_drafts > ROUNDS
     print("equal")
 
 

@@ -96,9 +96,9 @@ class Code:
             target,
             used["REG"],
             used["STACK"] + used["LOCAL"],
-            sum(one.split(".")[0] in ("LDL", "STL") for one in instructions),
-            tuple(_bits(one) for one in instructions if one.split(".")[0] == "LDG"),
-            tuple(_bits(one) for one in instructions if one.split(".")[0] == "STG"),
+            sum(opcode.split(".")[0] in ("LDL", "STL") for opcode in instructions),
+            tuple(_bits(opcode) for opcode in instructions if opcode.split(".")[0] == "LDG"),
+            tuple(_bits(opcode) for opcode in instructions if opcode.split(".")[0] == "STG"),
         )
 
 
@@ -140,20 +140,20 @@ def compiled_for(capability: int) -> Iterator[dict[str, Code]]:
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    found: dict[str, Code] = {}
+    codes: dict[str, Code] = {}
     run, active = JITFunction.run, driver._active
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
-        if kernel.hash not in found:
-            code = found[kernel.hash] = Code.of(self.fn.__name__, kernel.asm["cubin"])
+        if kernel.hash not in codes:
+            code = codes[kernel.hash] = Code.of(self.fn.__name__, kernel.asm["cubin"])
             assert code.target.rstrip("a") == f"sm_{capability}"
 
     JITFunction.run = compile_only
     driver._active = _Gpu(capability)
     try:
-        yield found
+        yield codes
     finally:
         JITFunction.run, driver._active = run, active

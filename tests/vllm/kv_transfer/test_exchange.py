@@ -77,7 +77,7 @@ def _random_case(seed: int, world_size: int) -> Case:
         blocks = _num_blocks(layout, num_kv_heads)
         ids = [rng.sample(range(1, blocks), blocks - 1) for _ in range(layout.replicas)]
         # A fresh pool hands out consecutive ids, a used one any.
-        return [iter(sorted(one) if rng.random() < 0.5 else one) for one in ids]
+        return [iter(sorted(pool) if rng.random() < 0.5 else pool) for pool in ids]
 
     source_pools, target_pools = pools(source), pools(target)
     requests = []
@@ -124,7 +124,7 @@ def _exchange(exchange: Exchange, size: int, seed: int, shapes: Sequence[Shape])
     expected = buffer.clone()
     parts, views, sent = [], [], 0
     for moves, source, target in shapes:
-        snapshot, new = [source(one) for one in buffers], target(expected)
+        snapshot, new = [source(gathered) for gathered in buffers], target(expected)
         for move in moves:
             if move.route.target_rank == rank:
                 _copy(move, snapshot[move.route.source_rank], new)
@@ -158,7 +158,8 @@ def _exchange_random_cases(rank: int, world_size: int, transport: Any, cases: in
         size = LAYERS * BLOCKS * num_kv_heads * TOKENS * CONTENT * dtype.itemsize
         shape = (num_kv_heads, dtype, heads_first)
         old, new = (
-            lambda b, layout=one, shape=shape: _views(b, layout, *shape) for one in (source, target)
+            lambda b, layout=layout, shape=shape: _views(b, layout, *shape)
+            for layout in (source, target)
         )
         wrong, _ = _exchange(exchange, size, seed, [(moves, old, new)])
         assert not wrong, f"case {seed}, {source} -> {target}: {wrong}"
@@ -177,15 +178,15 @@ def _exchange_groups(rank: int, world_size: int) -> None:
 
     def views(layout: Layout, shape: int) -> ViewsOf:
         size = BLOCKS * layout.tp, heads[shape] // layout.tp, TOKENS, content[shape]
-        return lambda b: [one.view(size) for one in b.view(torch.float32).view(LAYERS, -1)]
+        return lambda b: [layer.view(size) for layer in b.view(torch.float32).view(LAYERS, -1)]
 
     for seed, transport in itertools.product(range(12), (None, CollectiveTransport(_world(), CPU))):
         rng = random.Random(seed)
         source, target = (Layout.of(rng.choice([1, 2]), world_size) for _ in range(2))
         pools = [
-            [iter(rng.sample(range(1, BLOCKS * one.tp), BLOCKS * one.tp - 1))
-             for _ in range(one.replicas)]
-            for one in (source, target)
+            [iter(rng.sample(range(1, BLOCKS * layout.tp), BLOCKS * layout.tp - 1))
+             for _ in range(layout.replicas)]
+            for layout in (source, target)
         ]  # fmt: skip
         requests = []
         for i in range(rng.choice([2, 3])):
@@ -257,7 +258,7 @@ class _Watched(CollectiveTransport):
 
     def begin(self) -> None:
         super().begin()
-        self.most = max(self.most, sum(one.nbytes for one in self._kept.values()))
+        self.most = max(self.most, sum(buffer.nbytes for buffer in self._kept.values()))
 
 
 def _check_switch(source: Layout, target: Layout, seed: int, share: float) -> bool:
@@ -268,7 +269,9 @@ def _check_switch(source: Layout, target: Layout, seed: int, share: float) -> bo
 
     def views(layout: Layout) -> ViewsOf:
         shape = full.num_blocks(layout), layout.kv_heads_per_rank(full.KV_HEADS), TOKENS, CONTENT
-        return lambda b: [one.view(shape) for one in b.view(torch.float32).view(LAYERS, -1)]
+        return lambda b: [
+            of_layer.view(shape) for of_layer in b.view(torch.float32).view(LAYERS, -1)
+        ]
 
     transport = _Watched()
     exchange = Exchange(_world(), CPU, transport)
@@ -284,8 +287,10 @@ def _check_switch(source: Layout, target: Layout, seed: int, share: float) -> bo
     # All ranks go on, whatever one has seen, so that none waits for another.
     of_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, (wrong, bool(staged)))
-    assert not any(one for one, _ in of_ranks), of_ranks
-    assert len({one for _, one in of_ranks}) == 1, "some ranks exchange in rounds, and some do not"
+    assert not any(problems for problems, _ in of_ranks), of_ranks
+    assert len({in_rounds for _, in_rounds in of_ranks}) == 1, (
+        "some ranks exchange in rounds, and some do not"
+    )
     return bool(staged)
 
 

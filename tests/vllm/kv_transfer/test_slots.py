@@ -68,12 +68,12 @@ class Rank:
     def state(self, block: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The convolution's and the matrices', as a layer binds them."""
         page = self.view[block].flatten()
-        found, start = [], 0
+        tensors, start = [], 0
         for shape, dtype in zip(self.spec.shapes, self.spec.dtypes, strict=True):
             size = torch.Size(shape).numel() * dtype.itemsize
-            found.append(page[start : start + size].view(dtype).view(shape))
+            tensors.append(page[start : start + size].view(dtype).view(shape))
             start += size
-        return found[0], found[1]
+        return tensors[0], tensors[1]
 
 
 def whole(ranks: list[Rank], block: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -91,13 +91,13 @@ def filled(layout: Layout, base: Layout, of_base: MambaSpec, blocks: int, seed: 
     """Ranks of a layout over pages of the base layout, with bytes that differ everywhere."""
     generator = torch.Generator().manual_seed(seed)
     ratio = base_ratio(layout, base)
-    made = LinearAttention(KEYS, BLOCK).narrow(of_base, layout, ratio)
-    own = spec(layout.tp, made.page_size_padded or 0, of_base.mamba_type)
-    assert made == own, "as vLLM has it"
+    narrowed = LinearAttention(KEYS, BLOCK).narrow(of_base, layout, ratio)
+    own = spec(layout.tp, narrowed.page_size_padded or 0, of_base.mamba_type)
+    assert narrowed == own, "as vLLM has it"
     size = of_base.page_size_bytes * blocks
     return [
         Rank(layout.tp, layout.tp_rank_of(rank),
-             torch.randint(-128, 128, (size,), dtype=torch.int8, generator=generator), made)
+             torch.randint(-128, 128, (size,), dtype=torch.int8, generator=generator), narrowed)
         for rank in range(layout.world_size)
     ]  # fmt: skip
 
@@ -136,7 +136,7 @@ def test_states_move_whole_and_nothing_else_is_written(
     for move in plan_moves(source, target, (kind,), requests):
         sender, receiver = before[move.route.source_rank], after[move.route.target_rank]
         counts = Rank(target.tp, 0, written[move.route.target_rank], receiver.spec)
-        of_both = (kind.segments(one.spec, one.view) for one in (sender, receiver, counts))
+        of_both = (kind.segments(rank.spec, rank.view) for rank in (sender, receiver, counts))
         for old, new, count in zip(*of_both, strict=True):
             for x, y in zip(move.source_blocks, move.target_blocks, strict=True):
                 for h, j in zip(move.route.source_heads, move.route.target_heads, strict=True):
@@ -147,9 +147,9 @@ def test_states_move_whole_and_nothing_else_is_written(
         (old_block,), (new_block,) = request.source_blocks, request.target_blocks
         given = whole([before[r] for r in source.ranks_of(request.source_replica)], old_block)
         arrived = whole([after[r] for r in target.ranks_of(request.target_replica)], new_block)
-        for one, other in zip(given, arrived, strict=True):
-            assert torch.equal(one.view(torch.int8), other.view(torch.int8))
-    (slot,) = {kind.of(one.spec, KEYS, 1).bytes_held(7) for one in (*before, *after)}
+        for state, other in zip(given, arrived, strict=True):
+            assert torch.equal(state.view(torch.int8), other.view(torch.int8))
+    (slot,) = {kind.of(rank.spec, KEYS, 1).bytes_held(7) for rank in (*before, *after)}
     assert num_bytes == 3 * slot == 3 * slot_bytes
     for rank, count, old in zip(after, written, untouched, strict=True):
         assert count.max() <= 1, "nothing is written twice"
@@ -160,7 +160,7 @@ def test_what_is_served() -> None:
     """The kind of each form of state that vLLM has for Gated DeltaNet and Mamba2, or none."""
     for kind in (DELTA_NET, MAMBA2):
         served: list[dict[str, Any]] = [{}, {"mamba_cache_mode": "none"}]
-        assert {class_of(spec(2, kind=kind, **one)) for one in served} == {LinearAttention}
+        assert {class_of(spec(2, kind=kind, **options)) for options in served} == {LinearAttention}
         for other in (
             {"mamba_cache_mode": "all"},
             {"num_speculative_blocks": 2},

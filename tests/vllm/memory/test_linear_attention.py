@@ -55,13 +55,13 @@ def configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[int, VllmCo
     engine = EngineArgs(str(tmp_path), enforce_eager=True, **options).create_engine_config()
     assert engine.cache_config.mamba_ssm_cache_dtype == "float32"
     engine.cache_config.block_size, engine.cache_config.user_specified_block_size = 16, False
-    made = {}
+    by_tp = {}
     for tp in (1, 2, 4, 8):
-        made[tp] = copy.copy(engine)
-        made[tp].parallel_config = copy.copy(engine.parallel_config)
-        made[tp].parallel_config.tensor_parallel_size = tp
-        made[tp].cache_config = copy.copy(engine.cache_config)
-    return made
+        by_tp[tp] = copy.copy(engine)
+        by_tp[tp].parallel_config = copy.copy(engine.parallel_config)
+        by_tp[tp].parallel_config.tensor_parallel_size = tp
+        by_tp[tp].cache_config = copy.copy(engine.cache_config)
+    return by_tp
 
 
 def slot(config: VllmConfig) -> MambaSpec:
@@ -83,7 +83,7 @@ def test_vllms_own_blocks_are_as_computed(configs: dict[int, VllmConfig]) -> Non
         Platform._align_hybrid_block_size(config, Backend)  # type: ignore[arg-type]
         assert config.cache_config.block_size == model.block_size(tp, 16)
         assert slot(config).state_content_size_bytes == model.state_bytes(tp) // 36
-    assert [one.cache_config.block_size for one in configs.values()] == [1056, 1056, 528, 272]
+    assert [config.cache_config.block_size for config in configs.values()] == [1056, 1056, 528, 272]
 
 
 def test_layouts_have_one_size_of_blocks(configs: dict[int, VllmConfig]) -> None:

@@ -39,8 +39,8 @@ def config_of(name: str) -> dict[str, Any]:
 def parameter_bytes(model: nn.Module) -> int:
     """Without biases. Of parameters that are in two modules, once."""
     sizes = {
-        one.untyped_storage().data_ptr(): one.nbytes
-        for name, one in model.named_parameters()
+        parameter.untyped_storage().data_ptr(): parameter.nbytes
+        for name, parameter in model.named_parameters()
         if not name.endswith("bias")
     }
     return sum(sizes.values())

@@ -19,11 +19,11 @@ def series(metric: str, **labels: Any) -> Series:
 
 def samples(registry: CollectorRegistry = REGISTRY) -> dict[Series, float]:
     """PAT's values, by exported name and by labels but those that vLLM gives each metric."""
-    found = {}
+    values = {}
     for family in registry.collect():
         for sample in family.samples:
             if sample.name.startswith("vllm:pat_") and not sample.name.endswith("_created"):
                 assert {*OF_VLLM} <= sample.labels.keys()
                 labels = {k: v for k, v in sample.labels.items() if k not in OF_VLLM}
-                found[sample.name, tuple(sorted(labels.items()))] = sample.value
-    return found
+                values[sample.name, tuple(sorted(labels.items()))] = sample.value
+    return values

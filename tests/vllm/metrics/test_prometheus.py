@@ -71,7 +71,7 @@ def test_the_registry_adds_up_what_happened() -> None:
     metrics, updates = registered(registry), Updates()
     before = samples(registry)
     # An engine that does not speculate has no draft lengths.
-    shown = {name for one in METRICS for name in exported(one)} - {names.DRAFT_LENGTH}
+    shown = {name for metric in METRICS for name in exported(metric)} - {names.DRAFT_LENGTH}
     assert {name for name, _ in before} == shown
     home = {series(names.TENSOR_PARALLEL_SIZE): 2.0, series(names.NUM_REPLICAS): 2.0}
     assert before == dict.fromkeys(before, 0.0) | home
@@ -97,12 +97,12 @@ def test_the_registry_adds_up_what_happened() -> None:
         expected[series(names.BATCHES)] += 1
         for estimate, of_batch in zip(names.ESTIMATES, times, strict=True):
             for way in names.WAYS:
-                one = series(names.BATCH_SECONDS, estimate=estimate, way=way)
-                expected[one] += getattr(of_batch, way)
+                key = series(names.BATCH_SECONDS, estimate=estimate, way=way)
+                expected[key] += getattr(of_batch, way)
     metrics.observe({"updates": taken(updates)})
-    found = samples(registry)
-    assert found.keys() == before.keys()  # each series was known at start
-    assert found == pytest.approx(dict(expected))
+    after = samples(registry)
+    assert after.keys() == before.keys()  # each series was known at start
+    assert after == pytest.approx(dict(expected))
 
 
 def test_several_api_servers_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,12 +119,12 @@ def test_several_api_servers_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             updates.switched(switch)
         updates.state(LAYOUTS[0], [process] * 4)
         metrics.observe({"updates": taken(updates)})
-    found = samples(get_prometheus_registry())
+    values = samples(get_prometheus_registry())
     pair = {"source": switch.source, "target": switch.target, "reason": switch.reason}
-    assert found[series(names.SWITCHES, **pair)] == 3
-    assert found[exported(names.STALL)[2], (("reason", switch.reason),)] == 3
-    assert found[series(names.NUM_REQUESTS, replica=3)] == 2
-    assert found[series(names.TENSOR_PARALLEL_SIZE)] == 1
+    assert values[series(names.SWITCHES, **pair)] == 3
+    assert values[exported(names.STALL)[2], (("reason", switch.reason),)] == 3
+    assert values[series(names.NUM_REQUESTS, replica=3)] == 2
+    assert values[series(names.TENSOR_PARALLEL_SIZE)] == 1
 
 
 def test_only_loggers_of_engines_with_pat_see_the_connector(
@@ -165,9 +165,9 @@ def test_the_dashboard_asks_for_what_vllms_logger_exports() -> None:
 def carried(outputs: dict[int, Any]) -> list[Update]:
     """The updates in the outputs of a step: of one client at most."""
     parts = [
-        one.scheduler_stats.kv_connector_stats
-        for one in outputs.values()
-        if one.scheduler_stats is not None and one.scheduler_stats.kv_connector_stats
+        output.scheduler_stats.kv_connector_stats
+        for output in outputs.values()
+        if output.scheduler_stats is not None and output.scheduler_stats.kv_connector_stats
     ]
     assert len(parts) <= 1
     return [update for part in parts for update in updates_of(part)]
@@ -180,10 +180,10 @@ def test_updates_travel_with_statistics_even_if_nobody_is_left(scheduler: Any) -
     assert scheduler.controller.request_switch(2) is True
     step(scheduler)
     scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
-    found = carried(step(scheduler))
-    assert values_of(found, names.SWITCHES) == {("tp2dp4", "tp8dp1", "idle"): 1}
-    assert values_of(found, names.TENSOR_PARALLEL_SIZE) == {(): 8}
-    assert {*values_of(found, names.NUM_REQUESTS).values()} == {0}
+    updates = carried(step(scheduler))
+    assert values_of(updates, names.SWITCHES) == {("tp2dp4", "tp8dp1", "idle"): 1}
+    assert values_of(updates, names.TENSOR_PARALLEL_SIZE) == {(): 8}
+    assert {*values_of(updates, names.NUM_REQUESTS).values()} == {0}
 
 
 def test_refusals_by_reason(scheduler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,9 +201,11 @@ def test_refusals_by_reason(scheduler: Any, monkeypatch: pytest.MonkeyPatch) -> 
     next(iter(scheduler.replica_set.replicas[0].scheduler.requests.values())).resumable = True
     assert scheduler.controller.request_switch(2) is False
     refused = scheduler.controller.report().refused
-    assert tuple(one.reason for one in refused[:2]) == REFUSALS[:2]
-    assert {one.reason for one in refused} == {*REFUSALS}
-    assert values_of(carried(step(scheduler)), names.REFUSED) == {(one,): 1 for one in REFUSALS}
+    assert tuple(refusal.reason for refusal in refused[:2]) == REFUSALS[:2]
+    assert {refusal.reason for refusal in refused} == {*REFUSALS}
+    assert values_of(carried(step(scheduler)), names.REFUSED) == {
+        (reason,): 1 for reason in REFUSALS
+    }
 
 
 def test_each_batch_is_counted_once() -> None:
@@ -221,5 +223,5 @@ def test_each_batch_is_counted_once() -> None:
     for more in (0, 2, 0, 1):
         ended += batches[len(ended) : len(ended) + more]
         monitor.idle()
-        counts.append(sum(one.name == names.BATCHES for one in taken(updates)))
+        counts.append(sum(update.name == names.BATCHES for update in taken(updates)))
     assert counts == [0, 2, 0, 1]

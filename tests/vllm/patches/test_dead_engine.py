@@ -138,7 +138,9 @@ def test_the_core_tells_the_cause() -> None:
         raise RuntimeError("no plan")
     except RuntimeError:
         EngineCoreProc._send_engine_dead(core)
-    assert [one for one in sent if isinstance(one, bytes)] == [EngineCoreProc.ENGINE_CORE_DEAD] * 2
+    assert [message for message in sent if isinstance(message, bytes)] == [
+        EngineCoreProc.ENGINE_CORE_DEAD
+    ] * 2
     for (index, outputs), cause in zip(sent[::2], ("worker 1 .* SIGKILL", "no plan"), strict=True):
         assert index == 0 and isinstance(outputs, EngineCoreOutputs)
         client = client_of(SyncMPClient)

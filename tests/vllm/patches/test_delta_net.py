@@ -25,7 +25,7 @@ def layer(packed: bool) -> Any:
         return torch.randn(shape, generator=generator) * scale
 
     weight = drawn(COLUMNS, 1, KERNEL, scale=0.5).bfloat16()
-    made = SimpleNamespace(
+    attention = SimpleNamespace(
         prefix="layer",
         tp_size=1,
         num_k_heads=KEYS,
@@ -41,10 +41,10 @@ def layer(packed: bool) -> Any:
     )
     if packed and torch.cpu._is_avx512_bf16_supported():
         weight = ops.causal_conv1d_weight_pack(weight.squeeze(1).contiguous())
-    made.conv1d = SimpleNamespace(weight=weight, bias=None)
+    attention.conv1d = SimpleNamespace(weight=weight, bias=None)
     rearrange: Any = QwenGatedDeltaNetAttention.rearrange_mixed_qkv
-    made.rearrange_mixed_qkv = lambda x: rearrange(made, x)
-    return made
+    attention.rearrange_mixed_qkv = lambda x: rearrange(attention, x)
+    return attention
 
 
 def step(lengths: list[int], goes_on: list[bool], decodes: int = 0) -> Any:
@@ -67,8 +67,8 @@ def step(lengths: list[int], goes_on: list[bool], decodes: int = 0) -> Any:
 def test_plain_torch_computes_what_vllms_kernels_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """New prompts, parts of prompts after others, decoding, and these together."""
     plain, own = layer(packed=False), layer(packed=True)
-    for one in plain.kv_cache:  # memory that nobody has written may hold anything
-        one[[4, 1, 2]] = torch.nan
+    for state in plain.kv_cache:  # memory that nobody has written may hold anything
+        state[[4, 1, 2]] = torch.nan
     generator = torch.Generator().manual_seed(1)
     steps = [
         step([70, 5], [False, False]),
@@ -80,20 +80,22 @@ def test_plain_torch_computes_what_vllms_kernels_do(monkeypatch: pytest.MonkeyPa
         tokens = metadata.num_actual_tokens
         mixed = torch.randn(tokens, COLUMNS, generator=generator).bfloat16()
         b, a = (torch.randn(tokens, VALUES, generator=generator).bfloat16() for _ in range(2))
-        found, expected = (torch.zeros(tokens, VALUES, WIDTH, dtype=mixed.dtype) for _ in range(2))
+        out, expected = (torch.zeros(tokens, VALUES, WIDTH, dtype=mixed.dtype) for _ in range(2))
         _cpu_gdn_attention_nonspec(own, metadata, mixed, b, a, expected)
         context = SimpleNamespace(
             attn_metadata={"layer": metadata}, no_compile_layers={"layer": plain}
         )
         monkeypatch.setattr(delta_net, "get_forward_context", lambda context=context: context)
-        delta_net._core(mixed, b, a, found, "layer")
-        apart = (found.float() - expected.float()).abs().max() / expected.float().abs().max()
+        delta_net._core(mixed, b, a, out, "layer")
+        apart = (out.float() - expected.float()).abs().max() / expected.float().abs().max()
         print(f"{tokens} tokens: {apart:.2e} apart")
         assert apart < 0.02
     for slot in (0, 3, 5):
         untouched = layer(packed=False).kv_cache
         assert all(
             map(
-                torch.equal, (one[slot] for one in plain.kv_cache), (one[slot] for one in untouched)
+                torch.equal,
+                (state[slot] for state in plain.kv_cache),
+                (state[slot] for state in untouched),
             )
         )

@@ -20,13 +20,13 @@ def test_no_state_is_kept_from_within_a_step() -> None:
         config = vllm_config_for(random_model("nemotron_h"), tp=1)
         model = build(config, Place(tp=1, tp_rank=0))
     config.cache_config.mamba_block_size = 64
-    layers = [one for one in model.modules() if isinstance(one, MambaMixer2)]
+    layers = [module for module in model.modules() if isinstance(module, MambaMixer2)]
     with as_rank(1, 0):
         stock = [layer.get_kv_cache_spec(config) for layer in layers]
         end_prompts_parts_with_blocks(model)
         plain = [layer.get_kv_cache_spec(config) for layer in layers]
     none = {"num_prefill_checkpoint_blocks": 0, "prefill_checkpoint_alignment": None}
-    assert plain == [replace(one, **none) for one in stock if one is not None]
+    assert plain == [replace(spec, **none) for spec in stock if spec is not None]
     assert len(plain) == 4 and plain != stock
-    assert {class_of(one) for one in plain} == {LinearAttention}
-    assert {class_of(one) for one in stock} == {None}
+    assert {class_of(spec) for spec in plain} == {LinearAttention}
+    assert {class_of(spec) for spec in stock} == {None}

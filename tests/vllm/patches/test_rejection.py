@@ -86,7 +86,7 @@ def test_verified_drafts_follow_the_law() -> None:
             expected.append(max(len(drawn) - sum(expected), 0.0))
             if expected[-1] < 10:
                 seen, expected = seen[:-1], expected[:-1]
-                expected = [one * sum(seen) / sum(expected) for one in expected]
+                expected = [count * sum(seen) / sum(expected) for count in expected]
             assert chisquare(seen, expected).pvalue > 1e-3
             tokens = tokens[drawn == drafted[position]]
         assert len(tokens) > 50

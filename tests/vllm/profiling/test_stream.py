@@ -45,7 +45,7 @@ def drive(stream: Stream, point: StepPoint, depth: int, accepted: list[int]) -> 
                 assert len(drafts) == point.drafts
                 assert step.num_scheduled_tokens[name] == 1 + len(drafts)
                 # What is in flight counts as accepted.
-                ahead = sum(one.num_scheduled_tokens[name] for one in flying)
+                ahead = sum(earlier.num_scheduled_tokens[name] for earlier in flying)
                 assert computed == tokens[name] - 1 + ahead
                 assert computed + 1 + len(drafts) <= room[name]
                 assert outputs == computed + 1 - 20
@@ -78,10 +78,10 @@ def test_what_is_accepted_counts_as_with_vllm(
 def test_contexts_repeat_themselves_only_where_drafts_are_found() -> None:
     def contexts(**values: Any) -> list[list[int]]:
         step = Stream(StepPoint(ONE, 2, 40, 1, **values), LIMITS, "r", False, 1000).next()
-        found = [list(one.prompt_token_ids or ()) for one in step.scheduled_new_reqs]
-        assert [len(one) for one in found] == [40, 40]
-        return found
+        prompts = [list(new.prompt_token_ids or ()) for new in step.scheduled_new_reqs]
+        assert [len(prompt) for prompt in prompts] == [40, 40]
+        return prompts
 
     assert contexts() == contexts(k=4, hits=True) == [[1] * 40] * 2
-    for one in contexts(k=4):
-        assert len({*one}) == 40
+    for context in contexts(k=4):
+        assert len({*context}) == 40

@@ -32,15 +32,15 @@ class LaterHalfManager(SingleTypeKVCacheManager):
         size = kv_cache_spec.block_size
         for blocks in range(max_length // size, -1, -1):
             first = blocks * size // 2 // size
-            found = [
+            hits = [
                 block_pool.get_cached_block(block_hashes[i], kv_cache_group_ids)
                 for i in range(first, blocks)
             ]
-            if all(found):
+            if all(hits):
                 break
         nulls = [block_pool.null_block] * first
         groups = range(len(kv_cache_group_ids))
-        return tuple([*nulls, *(one[i] for one in found)] for i in groups), blocks * size
+        return tuple([*nulls, *(hit[i] for hit in hits)] for i in groups), blocks * size
 
     def get_num_common_prefix_blocks(self, running_request_id: str) -> int:
         return 0

@@ -52,10 +52,10 @@ class Workers(Executor):
 
     def start(self, step: Any) -> None:
         """Take the steps of replicas."""
-        for replica, one in step.steps.items():
-            self._pending.setdefault(replica, deque()).append(one)
-            if one.total_num_scheduled_tokens:
-                assert one.num_spec_tokens_to_schedule == self.k, f"replica {replica}"
+        for replica, output in step.steps.items():
+            self._pending.setdefault(replica, deque()).append(output)
+            if output.total_num_scheduled_tokens:
+                assert output.num_spec_tokens_to_schedule == self.k, f"replica {replica}"
                 self.lengths[self.k] += 1
 
     def finished(self, wait_for_all: bool = False, some: random.Random | None = None) -> list[Any]:
@@ -148,10 +148,10 @@ class Front:
 
     def add(self, name: str, seed: int, max_tokens: int) -> None:
         """Let a request arrive."""
-        one = request(name, seed, PROMPT)
-        one.max_tokens = max_tokens
+        new = request(name, seed, PROMPT)
+        new.max_tokens = max_tokens
         self.texts[name] = []
-        self.scheduler.add_request(one)
+        self.scheduler.add_request(new)
 
     def start(self) -> Any:
         """Start the steps that are due, with the workers' draft length."""
@@ -165,15 +165,15 @@ class Front:
         step = self.start()
         outputs = self.scheduler.update_from_output(step, self.workers.finished(some=rng))
         for client in outputs.values():
-            for one in client.outputs:
-                self.texts[one.request_id] += one.new_token_ids
-                if one.finish_reason is not None:
-                    self.ended.add(one.request_id)
+            for output in client.outputs:
+                self.texts[output.request_id] += output.new_token_ids
+                if output.finish_reason is not None:
+                    self.ended.add(output.request_id)
 
     def requests(self) -> list[Any]:
         """The unfinished requests."""
         replicas = self.scheduler.replica_set.replicas
-        return [one for replica in replicas for one in replica.scheduler.requests.values()]
+        return [request for replica in replicas for request in replica.scheduler.requests.values()]
 
 
 def check_storm(
@@ -190,7 +190,7 @@ def check_storm(
         if waiting and rng.random() < arrivals:
             name = waiting.pop()
             front.add(name, len(waiting), lengths[name])
-        live = [one.request_id for one in front.requests()]
+        live = [request.request_id for request in front.requests()]
         if live and rng.random() < 0.03:
             front.scheduler.finish_requests(
                 name := rng.choice(live), RequestStatus.FINISHED_ABORTED
@@ -199,11 +199,11 @@ def check_storm(
         if rng.random() < 0.3:
             if rng.random() < 0.5:
                 front.start()
-            dropped += any(one.spec_token_ids for one in front.requests())
+            dropped += any(request.spec_token_ids for request in front.requests())
             tp = rng.choice((1, 2, 4, 8))
             same = front.scheduler.replica_set.layout.tp == tp
             assert front.scheduler.controller.request_switch(tp)
-            assert same or not any(one.spec_token_ids for one in front.requests())
+            assert same or not any(request.spec_token_ids for request in front.requests())
         front.workers.k = rng.choice(LENGTHS)
         front.step(rng)
         if not waiting and not front.requests():
@@ -217,16 +217,16 @@ def check_storm(
     assert front.ended >= lengths.keys() - given_up
     workers = front.workers
     samples = front.scheduler.controller.report().drafts
-    assert sum(one.drafted for one in samples) == workers.drafted > 100
-    assert sum(one.accepted for one in samples) == workers.accepted
+    assert sum(sample.drafted for sample in samples) == workers.drafted > 100
+    assert sum(sample.accepted for sample in samples) == workers.accepted
     assert 0.3 < workers.accepted / workers.drafted < 0.9
     assert dropped > 3
     assert set(workers.lengths) == set(LENGTHS)
     steps: Counter[int] = Counter()
-    for one in samples:
-        steps[one.num_speculative_tokens] += one.steps
+    for sample in samples:
+        steps[sample.num_speculative_tokens] += sample.steps
     assert steps == workers.lengths
-    assert {(one.layout.tp, one.replica) for one in samples} == {
+    assert {(sample.layout.tp, sample.replica) for sample in samples} == {
         (tp, replica) for tp in (1, 2, 4, 8) for replica in range(8 // tp)
     }
-    assert [one.at for one in samples] == sorted(one.at for one in samples)
+    assert [sample.at for sample in samples] == sorted(sample.at for sample in samples)

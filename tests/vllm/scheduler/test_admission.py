@@ -25,11 +25,11 @@ def places(scheduler: Any) -> dict[str, tuple[int, tuple[int, ...]]]:
         name: (
             replica.index,
             tuple(replica.scheduler.kv_cache_manager.get_block_ids(name)[0])[
-                : -(-one.num_computed_tokens // BLOCK_SIZE)
+                : -(-request.num_computed_tokens // BLOCK_SIZE)
             ],
         )
         for replica in scheduler.replica_set.replicas
-        for name, one in replica.scheduler.requests.items()
+        for name, request in replica.scheduler.requests.items()
     }
 
 
@@ -50,11 +50,11 @@ def check_moves(scheduler: Any, command: SwitchCommand, before: Any) -> None:
     free = set()
     for replica in scheduler.replica_set.replicas:
         pool = replica.scheduler.kv_cache_manager.block_pool
-        free |= {(replica.index, one.block_id) for one in pool.blocks if one.ref_cnt == 0}
-        for one in replica.scheduler.requests.values():
-            assert replica.connector.get_num_new_matched_tokens(one, 0) == (0, False)
-        for one in replica.scheduler.kv_holding_waiting:
-            name = one.request_id
+        free |= {(replica.index, block.block_id) for block in pool.blocks if block.ref_cnt == 0}
+        for request_ in replica.scheduler.requests.values():
+            assert replica.connector.get_num_new_matched_tokens(request_, 0) == (0, False)
+        for request_ in replica.scheduler.kv_holding_waiting:
+            name = request_.request_id
             source, blocks = before[name]
             (own,) = replica.scheduler.kv_cache_manager.get_block_ids(name)
             to = tuple(own[: len(blocks)])
@@ -98,13 +98,15 @@ def carried(
             check_moves(scheduler, commands[-1], before)
             admitted.append(
                 [
-                    {one.request_id for one in replica.scheduler._inflight_prefills}
+                    {prefill.request_id for prefill in replica.scheduler._inflight_prefills}
                     for replica in scheduler.replica_set.replicas
                 ]
             )
             scheduler.replica_set.discard_retired()
     switches = scheduler.controller.report().switches
-    assert any(0 < one.migrated < one.migrated + one.recomputed for one in switches), "no pool full"
+    assert any(0 < report.migrated < report.migrated + report.recomputed for report in switches), (
+        "no pool full"
+    )
     return commands, admitted
 
 

@@ -60,12 +60,12 @@ def told(rows: DraftRows, *names: str) -> dict[str, list[list[int]]]:
     shelf = Shelf()
     if update is not None:
         shelf.take(update)
-    found = {}
-    for one in shelf:
-        text = shelf.text_of(one).tolist()
+    responses = {}
+    for name in shelf:
+        text = shelf.text_of(name).tolist()
         starts = [at for at, token in enumerate(text) if token == BETWEEN_ROWS] + [len(text)]
-        found[one] = [text[a + 1 : b] for a, b in pairwise(starts)]
-    return found
+        responses[name] = [text[a + 1 : b] for a, b in pairwise(starts)]
+    return responses
 
 
 def test_responses_to_the_same_prompt() -> None:
@@ -121,9 +121,9 @@ def test_a_turn_goes_by_the_prompt_of_the_first() -> None:
 
 
 def test_who_brings_a_salt_sees_his_own() -> None:
-    rows, mine = rows_for(), new_request("a")
-    mine.cache_salt = "me"
-    end(rows, arrive(rows, mine), 1)
+    rows, salted = rows_for(), new_request("a")
+    salted.cache_salt = "me"
+    end(rows, arrive(rows, salted), 1)
     arrive(rows, new_request("b"))
     assert "b" not in rows.repeated
 
@@ -252,8 +252,8 @@ def test_an_engine_that_begins_with_responses_samples_otherwise(
 
     worker: Any = SimpleNamespace(_seed=5, rank=1, _active=SimpleNamespace(layout=Layout.of(1, 2)))
     drawn = []
-    for one in (0, salt, salt + 1):
-        PATWorkerMixin.pat_reseed(worker, one)
-        assert worker._salt == one
+    for new_salt in (0, salt, salt + 1):
+        PATWorkerMixin.pat_reseed(worker, new_salt)
+        assert worker._salt == new_salt
         drawn.append(torch.rand(()).item())
     assert len({*drawn}) == 3

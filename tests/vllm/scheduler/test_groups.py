@@ -51,40 +51,42 @@ def test_null_blocks_are_those_of_vllm(replica: Any) -> None:
     """Of a request that grows by any steps, before each step's tokens get their blocks."""
     manager = replica.scheduler.kv_cache_manager
     rng = random.Random(0)
-    one = request_of("grows", [5] * 600, 1)
-    while (computed := one.num_computed_tokens) < 600:
+    request = request_of("grows", [5] * 600, 1)
+    while (computed := request.num_computed_tokens) < 600:
         new = min(rng.randint(1, 50), 600 - computed)
-        assert manager.allocate_slots(one, new) is not None
+        assert manager.allocate_slots(request, new) is not None
         for kind, ids in zip(replica.kinds, manager.get_block_ids("grows"), strict=True):
             held = kind.held(computed)
             assert [place for place, id_ in enumerate(ids) if id_ != NULL_BLOCK] == [
                 *range(held.start, kind.held(computed + new).stop)
             ]
-        one.num_computed_tokens += new
+        request.num_computed_tokens += new
 
 
 def test_refused_drafts_leave_what_the_next_step_reads(replica: Any) -> None:
     """With steps in flight, any of whose drafts may be refused when they have been verified."""
     manager = replica.scheduler.kv_cache_manager
     rng = random.Random(2)
-    one, in_flight = request_of("drafts", [5] * 900, 1), list[int]()
+    request, in_flight = request_of("drafts", [5] * 900, 1), list[int]()
     beyond = 0
-    while one.num_computed_tokens < 880:
+    while request.num_computed_tokens < 880:
         drafts = rng.randint(0, 6)
         lookahead = rng.randint(0, 6)
-        assert manager.allocate_slots(one, 1 + drafts, num_lookahead_tokens=lookahead) is not None
-        one.num_computed_tokens += 1 + drafts
-        one.num_in_flight_tokens += 1 + drafts
+        assert (
+            manager.allocate_slots(request, 1 + drafts, num_lookahead_tokens=lookahead) is not None
+        )
+        request.num_computed_tokens += 1 + drafts
+        request.num_in_flight_tokens += 1 + drafts
         in_flight.append(drafts)
         while len(in_flight) > rng.randint(0, 2):
             verified = in_flight.pop(0)
-            one.num_computed_tokens -= rng.randint(0, verified)
-            one.num_in_flight_tokens -= 1 + verified
-        certain = one.num_computed_tokens - sum(in_flight)
+            request.num_computed_tokens -= rng.randint(0, verified)
+            request.num_in_flight_tokens -= 1 + verified
+        certain = request.num_computed_tokens - sum(in_flight)
         for kind, ids in zip(replica.kinds, manager.get_block_ids("drafts"), strict=True):
             held = kind.held(certain)
             assert NULL_BLOCK not in ids[held.start :]
-            beyond += len(ids) > kind.held(one.num_computed_tokens).stop
+            beyond += len(ids) > kind.held(request.num_computed_tokens).stop
     assert beyond > 20, "no draft had a block of its own"
 
 
@@ -96,16 +98,16 @@ def test_hits_are_those_of_vllm(replica: Any) -> None:
     lengths = set()
     for i in range(300):
         tokens = rng.choice(prefixes)[: rng.randint(1, 200)] + [i] * rng.randint(1, 30)
-        one = request_of(f"{i}", tokens, 1)
-        blocks, computed, _ = manager.get_computed_blocks(one)
-        hashes = one.block_hashes[: (one.num_tokens - 1) // BLOCK_SIZE]
-        found = num_cached(replica, hashes)
-        assert found * BLOCK_SIZE == computed
-        assert 0 <= num_unused(replica, hashes) <= found
-        lengths.add(found)
-        new = one.num_tokens - computed
-        if manager.allocate_slots(one, new, computed, blocks) is None:
+        request = request_of(f"{i}", tokens, 1)
+        blocks, computed, _ = manager.get_computed_blocks(request)
+        hashes = request.block_hashes[: (request.num_tokens - 1) // BLOCK_SIZE]
+        cached = num_cached(replica, hashes)
+        assert cached * BLOCK_SIZE == computed
+        assert 0 <= num_unused(replica, hashes) <= cached
+        lengths.add(cached)
+        new = request.num_tokens - computed
+        if manager.allocate_slots(request, new, computed, blocks) is None:
             continue
-        one.num_computed_tokens = one.num_tokens
-        manager.free(one)
+        request.num_computed_tokens = request.num_tokens
+        manager.free(request)
     assert len(lengths) > 5

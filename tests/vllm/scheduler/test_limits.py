@@ -62,9 +62,9 @@ def test_what_has_begun_is_served_before_what_has_not() -> None:
     assert counts(scheduler) == (RANKS * SEQS, 2 * RANKS)
     assert scheduler.controller.request_switch(8) is True
     (replica,) = scheduler.replica_set.replicas
-    queue = [one.num_preemptions for one in replica.scheduler.waiting]
+    queue = [request.num_preemptions for request in replica.scheduler.waiting]
     assert queue == [1] * RANKS * SEQS + [0] * 2 * RANKS
-    rest = [one.arrival_time for one in replica.scheduler.waiting][RANKS * SEQS :]
+    rest = [request.arrival_time for request in replica.scheduler.waiting][RANKS * SEQS :]
     assert rest == sorted(rest)
 
 
@@ -108,11 +108,11 @@ def test_every_request_of_a_layout_may_have_a_grammar(seqs: int, most: int, requ
     grammar = SimpleNamespace(
         is_terminated=lambda: False, fill_bitmask=lambda mask, index: mask[index].fill_(index)
     )
-    one = SimpleNamespace(
+    request = SimpleNamespace(
         structured_output_request=SimpleNamespace(grammar=grammar, reasoning_ended=True),
         use_structured_output=True,
     )
     ids = [f"r{i}" for i in range(requests)]
-    mask = manager.grammar_bitmask(dict.fromkeys(ids, one), ids, {})
+    mask = manager.grammar_bitmask(dict.fromkeys(ids, request), ids, {})
     manager.clear_backend()
     assert mask[:, 0].tolist() == list(range(requests))

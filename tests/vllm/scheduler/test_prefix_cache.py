@@ -55,13 +55,13 @@ class Memory:
         output = self._scheduler.schedule()
         layout = self._scheduler.replica_set.layout
         for replica in self._scheduler.replica_set.replicas:
-            for one in replica.scheduler.running:
-                if (stats := one.prefill_stats) is not None:
-                    self.hits[one.request_id] = stats.num_local_cached_tokens
-                of_groups = replica.scheduler.kv_cache_manager.get_block_ids(one.request_id)
-                full = one.num_computed_tokens // BLOCK_SIZE
+            for request_ in replica.scheduler.running:
+                if (stats := request_.prefill_stats) is not None:
+                    self.hits[request_.request_id] = stats.num_local_cached_tokens
+                of_groups = replica.scheduler.kv_cache_manager.get_block_ids(request_.request_id)
+                full = request_.num_computed_tokens // BLOCK_SIZE
                 for group, ids in enumerate(of_groups):
-                    for block, block_hash in zip(ids, one.block_hashes[:full], strict=False):
+                    for block, block_hash in zip(ids, request_.block_hashes[:full], strict=False):
                         for rank in layout.ranks_of(replica.index) if block else ():
                             for local, head in enumerate(held_by(layout, rank)):
                                 self.cells[rank, block, local] = group, block_hash, head
@@ -139,9 +139,9 @@ def scheduler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     groups = GROUPS[name]
     monkeypatch.setattr(kinds, "KINDS", [*kinds.KINDS, LaterHalf])
     blocks = (24 if few else 80) * len(groups)
-    made = new_scheduler(monkeypatch, num_blocks=blocks, specs=groups)
-    yield made
-    made.memory.check()
+    scheduler = new_scheduler(monkeypatch, num_blocks=blocks, specs=groups)
+    yield scheduler
+    scheduler.memory.check()
 
 
 def new_scheduler(monkeypatch: pytest.MonkeyPatch, **options: Any) -> Any:
@@ -149,25 +149,25 @@ def new_scheduler(monkeypatch: pytest.MonkeyPatch, **options: Any) -> Any:
 
     Whatever is cached is worth to be carried.
     """
-    made = pat_scheduler(8, **{"num_blocks": 80, **options})
-    made.memory = Memory(made)
-    made.controller.costs.mode = "migrate"
-    made.controller.costs.least_chance = lambda *pair: 0.0
+    scheduler = pat_scheduler(8, **{"num_blocks": 80, **options})
+    scheduler.memory = Memory(scheduler)
+    scheduler.controller.costs.mode = "migrate"
+    scheduler.controller.costs.least_chance = lambda *pair: 0.0
     make_switch = type(EXECUTOR).switch
 
     def switch(command: SwitchCommand) -> list[Any]:
-        made.memory.switch(command)
+        scheduler.memory.switch(command)
         return make_switch(EXECUTOR, command)
 
     monkeypatch.setattr(EXECUTOR, "switch", switch, raising=False)
-    return made
+    return scheduler
 
 
 def finish(scheduler: Any, *requests: Request) -> None:
     """Add requests, and run until they have ended."""
-    for one in requests:
-        scheduler.add_request(one)
-    while any(scheduler.has_request(one.request_id) for one in requests):
+    for request_ in requests:
+        scheduler.add_request(request_)
+    while any(scheduler.has_request(request_.request_id) for request_ in requests):
         scheduler.memory.step()
 
 
@@ -175,14 +175,14 @@ def tokens_of(seed: int, blocks: float) -> list[int]:
     return random.Random(seed).choices(range(10, 400), k=int(blocks * BLOCK_SIZE))
 
 
-def cached(scheduler: Any, one: Request) -> list[int]:
+def cached(scheduler: Any, request: Request) -> list[int]:
     """Blocks that each replica's cache has of a request."""
-    return [num_cached(replica, one.block_hashes) for replica in scheduler.replica_set.replicas]
+    return [num_cached(replica, request.block_hashes) for replica in scheduler.replica_set.replicas]
 
 
-def hits(scheduler: Any, one: Request) -> float:
+def hits(scheduler: Any, request: Request) -> float:
     """Blocks of its prompt that a request found cached."""
-    tokens: int = scheduler.memory.hits[one.request_id]
+    tokens: int = scheduler.memory.hits[request.request_id]
     return tokens / BLOCK_SIZE
 
 
@@ -197,10 +197,10 @@ def switch(scheduler: Any, tp: int) -> Any:
 
 def anchor(scheduler: Any) -> Request:
     """A request that keeps the engine from being idle."""
-    one = request("anchor", tokens_of(99, 0.5), 4000)
-    scheduler.add_request(one)
+    live = request("anchor", tokens_of(99, 0.5), 4000)
+    scheduler.add_request(live)
     scheduler.memory.step()
-    return one
+    return live
 
 
 # -------------------------------------------------------------------- turns
@@ -222,18 +222,18 @@ def test_the_next_turn_finds_its_prefix(
     first = [request(f"{i}", tokens_of(i, 2.5), 20) for i in range(6)]
     finish(scheduler, *first)
     report = switch(scheduler, target)
-    full = [(one.num_tokens - 1) // BLOCK_SIZE for one in first]
+    full = [(turn.num_tokens - 1) // BLOCK_SIZE for turn in first]
     assert full == [3] * 6
     assert report.cached_tokens == 6 * 3 * BLOCK_SIZE
     next_turns = [
-        request(f"{i} again", [*one.all_token_ids, *tokens_of(50 + i, 1)], 4)
-        for i, one in enumerate(first)
+        request(f"{i} again", [*turn.all_token_ids, *tokens_of(50 + i, 1)], 4)
+        for i, turn in enumerate(first)
     ]
-    for one in next_turns:
-        assert max(cached(scheduler, one)) == 3
-        scheduler.add_request(one)
+    for turn in next_turns:
+        assert max(cached(scheduler, turn)) == 3
+        scheduler.add_request(turn)
     scheduler.memory.step()
-    assert [hits(scheduler, one) for one in next_turns] == [3] * 6
+    assert [hits(scheduler, turn) for turn in next_turns] == [3] * 6
     by_replica = [len(r.scheduler.requests) for r in scheduler.replica_set.replicas]
     assert max(by_replica) - min(by_replica) <= 2 + busy, "chains were not spread"
     finish(scheduler)
@@ -245,13 +245,13 @@ def test_equal_prefixes_of_replicas_are_merged(scheduler: Any) -> None:
     common = tokens_of(1, 2)
     own = [request(f"{i}", [*common, *tokens_of(10 + i, 2)], 1) for i in range(24)]
     finish(scheduler, *own)
-    holders = [found for found in cached(scheduler, own[0]) if found]
+    holders = [count for count in cached(scheduler, own[0]) if count]
     assert len(holders) > 1, "the prefix is in one replica"
     report = switch(scheduler, 8)
-    blocks = {one for request_ in own for one in request_.block_hashes}
+    blocks = {block_hash for request_ in own for block_hash in request_.block_hashes}
     assert 0 < report.cached_tokens <= len(blocks) * BLOCK_SIZE
-    for one in own:
-        assert cached(scheduler, one)[0] in (0, 2, 3, 4)
+    for sample in own:
+        assert cached(scheduler, sample)[0] in (0, 2, 3, 4)
     assert switch(scheduler, 1).cached_tokens > report.cached_tokens, "copied to several replicas"
 
 
@@ -293,8 +293,8 @@ def test_salts_are_kept_apart(scheduler: Any) -> None:
     salted = [request(salt, tokens, 1, salt) for salt in ("pepper", "cumin")]
     finish(scheduler, *salted)
     assert switch(scheduler, 2).cached_tokens == 8 * BLOCK_SIZE
-    for salt, found in (("pepper", 4), ("cumin", 4), ("none", 0)):
-        assert max(cached(scheduler, request("", tokens, 1, salt))) == found
+    for salt, expected in (("pepper", 4), ("cumin", 4), ("none", 0)):
+        assert max(cached(scheduler, request("", tokens, 1, salt))) == expected
     assert max(cached(scheduler, request("", tokens, 1))) == 0
 
 
@@ -310,8 +310,8 @@ def test_live_requests_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
     assert scheduler.controller.request_switch(4)
     finish(scheduler, old)
     finish(scheduler, new)
-    for one in live:
-        scheduler.add_request(one)
+    for request_ in live:
+        scheduler.add_request(request_)
     scheduler.memory.step()
     report = switch(scheduler, 8)
     assert report.migrated == report.num_seqs == len(live) + 1
@@ -336,13 +336,15 @@ def test_no_request_is_preempted_for_what_is_cached(monkeypatch: pytest.MonkeyPa
         live = [request(f"{i}", tokens_of(100 + i, 2.5), 400) for i in range(20)]
         anchor(scheduler)
         finish(scheduler, *ended)
-        for one in live:
-            scheduler.add_request(one)
+        for request_ in live:
+            scheduler.add_request(request_)
         carried, went = 0, []
         for tp, steps in ((4, 3), (8, 30), (2, 30), (8, 30), (1, 30), (8, 30)):
             for _ in range(steps):
                 scheduler.memory.step()
-                went.append([(one.num_computed_tokens, one.num_preemptions) for one in live])
+                went.append(
+                    [(request_.num_computed_tokens, request_.num_preemptions) for request_ in live]
+                )
             carried += switch(scheduler, tp).cached_tokens
         return carried, went
 
@@ -370,13 +372,13 @@ def test_a_target_with_less_room_gets_the_last_used(monkeypatch: pytest.MonkeyPa
     scheduler = new_scheduler(monkeypatch, num_blocks=FEW)
     anchor(scheduler)
     ended = [request(f"{i}", tokens_of(i, 5), 1) for i in range(12)]
-    for one in ended:
-        finish(scheduler, one)
-    assert [sum(cached(scheduler, one)) for one in ended] == [5] * 12
+    for request_ in ended:
+        finish(scheduler, request_)
+    assert [sum(cached(scheduler, request_)) for request_ in ended] == [5] * 12
     switch(scheduler, 1)
-    found = [max(cached(scheduler, one)) for one in ended]
-    assert found[4:] == [5] * 8, "a chain in each replica"
-    assert all(0 < blocks <= 4 for blocks in found[:4]), "and what there is room for beside it"
+    carried = [max(cached(scheduler, request_)) for request_ in ended]
+    assert carried[4:] == [5] * 8, "a chain in each replica"
+    assert all(0 < blocks <= 4 for blocks in carried[:4]), "and what there is room for beside it"
 
 
 def test_a_block_that_is_gone_ends_its_chain(scheduler: Any) -> None:
@@ -401,15 +403,15 @@ def test_nothing_survives_a_reset_or_new_weights(
 ) -> None:
     live = anchor(scheduler)
     for number, happens in enumerate(("nothing", "reset", "weights", "nothing")):
-        one = request(f"{number}", tokens_of(number, 4), 1)
-        finish(scheduler, one)
+        ended = request(f"{number}", tokens_of(number, 4), 1)
+        finish(scheduler, ended)
         if happens == "reset":
             assert scheduler.reset_prefix_cache(reset_running_requests=True)
             assert scheduler.replica_set.chains.latest() == []
             scheduler.memory.step()
         elif happens == "weights":
             monkeypatch.setattr(EXECUTOR, "weights_version", 5, raising=False)
-        waits = request(f"{number} again", [*one.all_token_ids, *tokens_of(9, 1)], 1)
+        waits = request(f"{number} again", [*ended.all_token_ids, *tokens_of(9, 1)], 1)
         scheduler.add_request(waits)
         report = switch(scheduler, (4, 2)[number % 2])
         assert (report.cached_tokens > 0) == (happens == "nothing"), happens
@@ -424,26 +426,26 @@ def test_caches_that_were_reset_before_new_weights_are_carried(
     finish(scheduler, request("old", tokens_of(0, 4), 1))
     assert scheduler.reset_prefix_cache()
     monkeypatch.setattr(EXECUTOR, "weights_version", 5, raising=False)
-    finish(scheduler, one := request("new", tokens_of(1, 4), 1))
-    scheduler.add_request(request("again", [*one.all_token_ids, *tokens_of(9, 1)], 1))
+    finish(scheduler, new := request("new", tokens_of(1, 4), 1))
+    scheduler.add_request(request("again", [*new.all_token_ids, *tokens_of(9, 1)], 1))
     assert switch(scheduler, 2).cached_tokens > 0
 
 
 def test_recomputing_leaves_everything_behind(scheduler: Any) -> None:
     anchor(scheduler)
-    one = request("a", tokens_of(1, 4), 1)
-    finish(scheduler, one)
+    ended = request("a", tokens_of(1, 4), 1)
+    finish(scheduler, ended)
     scheduler.controller.costs.mode = "recompute"
     del scheduler.controller.costs.least_chance
     assert switch(scheduler, 2).cached_tokens == 0
-    assert max(cached(scheduler, one)) == 0
+    assert max(cached(scheduler, ended)) == 0
 
 
 def test_without_prefix_caching_there_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = new_scheduler(monkeypatch, enable_prefix_caching=False)
     anchor(scheduler)
-    one = Request("a", tokens_of(1, 4), SamplingParams(max_tokens=1), None)
-    finish(scheduler, one)
+    ended = Request("a", tokens_of(1, 4), SamplingParams(max_tokens=1), None)
+    finish(scheduler, ended)
     assert switch(scheduler, 2).cached_tokens == 0
     assert scheduler.replica_set.chains.latest() == []
 
@@ -500,13 +502,13 @@ def test_storms(scheduler: Any, monkeypatch: pytest.MonkeyPatch, seed: int) -> N
     system = tokens_of(1000 + seed, 2)
     talks = {i: [*system, *tokens_of(i, rng.uniform(0.5, 4))] for i in range(16)}
     turns, live = dict.fromkeys(talks, 0), dict[int, Request]()
-    found = carried = 0
+    reused = carried = 0
     for _ in range(250):
         for i, tokens in talks.items():
             if i not in live and turns[i] < 6 and rng.random() < 0.2:
-                one = request(f"{i}:{turns[i]}", list(tokens), rng.randint(1, 30))
-                live[i] = one
-                scheduler.add_request(one)
+                turn = request(f"{i}:{turns[i]}", list(tokens), rng.randint(1, 30))
+                live[i] = turn
+                scheduler.add_request(turn)
         event = rng.random()
         if event < 0.15:
             before = scheduler.controller.switch_id
@@ -514,20 +516,20 @@ def test_storms(scheduler: Any, monkeypatch: pytest.MonkeyPatch, seed: int) -> N
             if scheduler.controller.switch_id > before:
                 carried += scheduler.controller.report().switches[-1].cached_tokens
         elif event < 0.18 and live:
-            one = rng.choice([*live.values()])
-            scheduler.finish_requests(one.request_id, RequestStatus.FINISHED_ABORTED)
+            turn = rng.choice([*live.values()])
+            scheduler.finish_requests(turn.request_id, RequestStatus.FINISHED_ABORTED)
         elif event < 0.19:
             scheduler.reset_prefix_cache(reset_running_requests=rng.random() < 0.5)
         scheduler.memory.step()
         scheduler.replica_set.discard_retired()
         scheduler.memory.check()
-        for i, one in [*live.items()]:
-            if one.is_finished():
+        for i, turn in [*live.items()]:
+            if turn.is_finished():
                 del live[i]
-                found += scheduler.memory.hits.get(one.request_id, 0)
-                talks[i] = [*one.all_token_ids, *tokens_of(rng.randrange(10**6), 0.7)]
+                reused += scheduler.memory.hits.get(turn.request_id, 0)
+                talks[i] = [*turn.all_token_ids, *tokens_of(rng.randrange(10**6), 0.7)]
                 turns[i] += 1
-    while any(scheduler.has_request(one.request_id) for one in live.values()):
+    while any(scheduler.has_request(turn.request_id) for turn in live.values()):
         scheduler.memory.step()
     few = scheduler.kv_cache_config.num_blocks < 80
-    assert carried > 20 * BLOCK_SIZE and found > (20 if few else 50) * BLOCK_SIZE
+    assert carried > 20 * BLOCK_SIZE and reused > (20 if few else 50) * BLOCK_SIZE

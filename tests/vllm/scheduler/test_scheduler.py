@@ -41,7 +41,7 @@ def add(scheduler: Any, number: int, first: int = 0) -> None:
 
 
 def results_of(output: Any) -> list[StepResult]:
-    return [StepResult(i, answer(one), 0.01) for i, one in output.steps.items()]
+    return [StepResult(i, answer(step), 0.01) for i, step in output.steps.items()]
 
 
 def step(scheduler: Any) -> dict[int, Any]:
@@ -84,14 +84,14 @@ def make_restless(scheduler: Any) -> Layout:
 def request_states(scheduler: Any) -> dict[str, tuple[Any, ...]]:
     return {
         name: (
-            one.status,
-            one.num_computed_tokens,
-            one.num_preemptions,
-            one.skip_reading_prefix_cache,
+            request.status,
+            request.num_computed_tokens,
+            request.num_preemptions,
+            request.skip_reading_prefix_cache,
             replica.scheduler.kv_cache_manager.get_block_ids(name),
         )
         for replica in scheduler.replica_set.replicas
-        for name, one in replica.scheduler.requests.items()
+        for name, request in replica.scheduler.requests.items()
     }
 
 
@@ -120,7 +120,7 @@ def test_a_failed_plan_is_undone_and_gives_its_block_pools_back(
     assert new_pools == []
     for replica in scheduler.replica_set.replicas:
         manager = replica.scheduler.kv_cache_manager
-        held = sum(len(manager.get_block_ids(one)[0]) for one in replica.scheduler.requests)
+        held = sum(len(manager.get_block_ids(name)[0]) for name in replica.scheduler.requests)
         free = manager.block_pool.get_num_free_blocks()
         assert free == manager.block_pool.num_gpu_blocks - 1 - held
 
@@ -150,13 +150,13 @@ def test_a_policy_waits_after_a_switch_that_was_not_made(
             assert refusals(scheduler) == tried
         now[0] += layout_controller.REFUSED_BACK_OFF if known else layout_controller.FAILED_BACK_OFF
     report = scheduler.controller.report()
-    assert {(one.expected, "no plan today" in one.why) for one in report.refused} == {
+    assert {(refusal.expected, "no plan today" in refusal.why) for refusal in report.refused} == {
         (known, not known)
     }
     assert report.errors == (0 if known else 2)
-    logged = [one for one in caplog.records if "could not be planned" in one.message]
+    logged = [record for record in caplog.records if "could not be planned" in record.message]
     assert len(logged) == (0 if known else 2)
-    assert all(one.exc_info and "no plan today" in str(one.exc_info[1]) for one in logged)
+    assert all(record.exc_info and "no plan today" in str(record.exc_info[1]) for record in logged)
 
 
 def test_a_known_reason_refuses_before_a_step_waits(
@@ -196,13 +196,13 @@ def test_parts_of_a_streaming_input_session_meet_in_one_replica(queued: bool) ->
     scheduler = pat_scheduler(1, num_blocks=80)
 
     def part(seed: int) -> Any:
-        one = request("session", seed, max_tokens=2)
-        one.resumable = True
-        return one
+        request_ = request("session", seed, max_tokens=2)
+        request_.resumable = True
+        return request_
 
     def holders() -> list[Any]:
         replicas = scheduler.replica_set.replicas
-        return [one for one in replicas if "session" in one.scheduler.requests]
+        return [replica for replica in replicas if "session" in replica.scheduler.requests]
 
     scheduler.add_request(part(0))
     if queued:
@@ -267,15 +267,15 @@ def test_a_switch_whose_caller_has_given_up_is_not_made_later(
 def test_a_switch_that_another_thread_asks_for_waits_for_the_first_step(scheduler: Any) -> None:
     """While requests are added, which the plan would miss."""
     add(scheduler, 2)
-    made: list[bool] = []
-    asking = threading.Thread(target=lambda: made.append(scheduler.controller.request_switch(2)))
+    done: list[bool] = []
+    asking = threading.Thread(target=lambda: done.append(scheduler.controller.request_switch(2)))
     asking.start()
     asking.join(0.2)
-    assert not made and scheduler.replica_set.layout.tp == 8
+    assert not done and scheduler.replica_set.layout.tp == 8
     add(scheduler, 2, first=2)
     step(scheduler)
     asking.join(60)
-    assert made == [True] and scheduler.replica_set.layout.tp == 2
+    assert done == [True] and scheduler.replica_set.layout.tp == 2
     assert len([*scheduler.monitor.requests]) == 4
 
 
@@ -302,9 +302,9 @@ def test_the_engine_is_in_the_new_layout_when_its_policy_hears_of_it(scheduler: 
     assert len(scheduler.replica_set.replicas) == wanted.replicas
     assert {f"r{i}" for i in range(4)} == set(scheduler.monitor.requests)
     assert all(
-        scheduler.monitor.requests.replica_of(one) is replica
+        scheduler.monitor.requests.replica_of(name) is replica
         for replica in scheduler.replica_set.replicas
-        for one in replica.scheduler.requests
+        for name in replica.scheduler.requests
     )
 
 
@@ -321,8 +321,8 @@ def test_a_request_that_fails_just_before_a_switch(scheduler: Any) -> None:
     broken = request("broken", 9)
     broken.structured_output_request = SimpleNamespace(grammar=ValueError("no such grammar"))
     broken.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
-    for one in ("r0", "r1"):
-        scheduler.finish_requests(one, RequestStatus.FINISHED_ABORTED)
+    for name in ("r0", "r1"):
+        scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
     step(scheduler)
     scheduler.add_request(broken)
     silent = scheduler.schedule()
@@ -330,11 +330,11 @@ def test_a_request_that_fails_just_before_a_switch(scheduler: Any) -> None:
     scheduler.add_request(request("r2", 2))
     assert scheduler.controller.request_switch(2) is True
     outputs = scheduler.update_from_output(silent, [])
-    assert [(one.request_id, one.finish_reason) for one in outputs[0].outputs] == [
+    assert [(output.request_id, output.finish_reason) for output in outputs[0].outputs] == [
         ("broken", FinishReason.ERROR)
     ]
     later = scheduler.schedule()
-    assert [set(one.num_scheduled_tokens) for one in later.steps.values()] == [{"r2"}]
+    assert [set(output.num_scheduled_tokens) for output in later.steps.values()] == [{"r2"}]
     assert not scheduler.has_request("broken")
 
 
@@ -407,9 +407,9 @@ def test_requests_keep_their_blocks_between_layouts_of_one_tp(scheduler: Any) ->
     assert replicas is active.replicas
     assert (report.num_seqs, report.migrated, report.recomputed) == (4, 4, 0)
     assert {name: state[4] for name, state in request_states(scheduler).items()} == before
-    (one,) = active.schedule(False).steps.values()
-    assert one.num_scheduled_tokens == dict.fromkeys(names, 1)
-    cached = one.scheduled_cached_reqs
+    (output,) = active.schedule(False).steps.values()
+    assert output.num_scheduled_tokens == dict.fromkeys(names, 1)
+    cached = output.scheduled_cached_reqs
     assert cached.resumed_req_ids == names == cached.all_token_ids.keys()
 
 
@@ -459,13 +459,13 @@ def test_prompts_are_known_by_hashes(scheduler: Any) -> None:
     """They may be long, and the router remembers many; those of embeddings differ, too."""
     add(scheduler, 4)
     for name, value in (("a", 1.0), ("b", 2.0), ("again a", 1.0)):
-        one = request(name, 1)
-        one.prompt_token_ids = None
-        one.prompt_embeds = torch.full((32, 8), value, dtype=torch.bfloat16)
-        scheduler.add_request(one)
+        embedded = request(name, 1)
+        embedded.prompt_token_ids = None
+        embedded.prompt_embeds = torch.full((32, 8), value, dtype=torch.bfloat16)
+        scheduler.add_request(embedded)
     a, b, again = scheduler.monitor.requests.arrays().group[4:]
     assert a == again != b
-    assert all(isinstance(one, int | bytes) for one in scheduler.replica_set._router._replica_of)
+    assert all(isinstance(key, int | bytes) for key in scheduler.replica_set._router._replica_of)
 
 
 def test_blocks_are_freed_as_without_a_connector() -> None:
@@ -495,10 +495,10 @@ def test_a_half_computed_request_is_not_held_back(monkeypatch: pytest.MonkeyPatc
     def tokens_of_a_step() -> int:
         output = scheduler.schedule()
         results = results_of(output)
-        for one in results:
-            one.output.sampled_token_ids = [[] if live.is_prefill_chunk else [7]]
+        for result in results:
+            result.output.sampled_token_ids = [[] if live.is_prefill_chunk else [7]]
         scheduler.update_from_output(output, results)
-        return sum(one.total_num_scheduled_tokens for one in output.steps.values())
+        return sum(step.total_num_scheduled_tokens for step in output.steps.values())
 
     assert [tokens_of_a_step() for _ in range(30)][-10:] == [1] * 10
     assert live.next_decode_eligible_step >= 30
@@ -520,9 +520,9 @@ def test_what_a_front_end_has_stopped_may_go_on_after_a_tool(stop: str | None, w
     scheduler = pat_scheduler(8, num_blocks=80, policy={"kind": "static", "tp": 8})
     ended: list[str] = []
     scheduler.monitor.policy = Listening(scheduler.controller.layouts[0], ended)
-    one = request("r", 0)
-    one.sampling_params.stop = [] if stop is None else [stop]
-    scheduler.add_request(one)
+    request_ = request("r", 0)
+    request_.sampling_params.stop = [] if stop is None else [stop]
+    scheduler.add_request(request_)
     step(scheduler)
     scheduler.finish_requests(["r"], RequestStatus.FINISHED_ABORTED)
     assert len(ended) == waits
@@ -568,10 +568,10 @@ def test_what_gpus_compute_is_the_mean_of_all_replicas_whenever_it_was_computed(
     mean_of_gpus(first, 4)  # type: ignore[arg-type]
     mean_of_gpus(second, 8)  # type: ignore[arg-type]
     mean_of_gpus(SimpleNamespace(perf_stats=None), 8)  # type: ignore[arg-type]
-    for one in (first, second):
-        one.kv_cache_eviction_events = []
-        one.prefix_cache_stats = PrefixCacheStats()
-        one.cudagraph_stats = one.spec_decoding_stats = None
+    for stats in (first, second):
+        stats.kv_cache_eviction_events = []
+        stats.prefix_cache_stats = PrefixCacheStats()
+        stats.cudagraph_stats = stats.spec_decoding_stats = None
     merge_stats(first, second)  # type: ignore[arg-type]
     assert vars(first.perf_stats) == {
         "num_flops_per_gpu": 110,

@@ -62,10 +62,11 @@ def step(scheduler: Any, drafts: list[int]) -> set[int]:
     """A step in which each request gets these drafts; the draft lengths it asks for."""
     output = scheduler.schedule()
     results = [
-        StepResult(i, answer(one), 0.01, proposed(one, drafts)) for i, one in output.steps.items()
+        StepResult(i, answer(step), 0.01, proposed(step, drafts))
+        for i, step in output.steps.items()
     ]
     scheduler.update_from_output(output, results)
-    return {one.num_spec_tokens_to_schedule for one in output.steps.values()}
+    return {step.num_spec_tokens_to_schedule for step in output.steps.values()}
 
 
 def proposed(step: Any, drafts: list[int]) -> DraftTokenIds | None:
@@ -75,9 +76,9 @@ def proposed(step: Any, drafts: list[int]) -> DraftTokenIds | None:
 
 def drafts_of(scheduler: Any) -> list[list[int]]:
     return [
-        one.spec_token_ids
+        request.spec_token_ids
         for replica in scheduler.replica_set.replicas
-        for one in replica.scheduler.requests.values()
+        for request in replica.scheduler.requests.values()
     ]
 
 
@@ -122,9 +123,9 @@ def test_a_switch_drops_drafts_and_one_that_is_not_made_keeps_them(known: bool) 
                 scheduler.controller.request_switch(2)
     assert drafts_of(scheduler) == [[7, 7]] * 4
     output = scheduler.schedule()
-    (one,) = output.steps.values()
-    assert one.scheduled_spec_decode_tokens == {f"r{i}": [7, 7] for i in range(4)}
-    result = StepResult(0, answer(one), 0.01, proposed(one, [8]))
+    (of_replica,) = output.steps.values()
+    assert of_replica.scheduled_spec_decode_tokens == {f"r{i}": [7, 7] for i in range(4)}
+    result = StepResult(0, answer(of_replica), 0.01, proposed(of_replica, [8]))
     scheduler.update_from_output(output, [result])
     assert drafts_of(scheduler) == [[8]] * 4
     assert scheduler.controller.request_switch(2)
@@ -142,10 +143,10 @@ def test_a_request_keeps_its_counts_of_drafts_through_switches() -> None:
     step(scheduler, [])
     (replica,) = scheduler.replica_set.replicas
     held = list(replica.scheduler.requests.values())
-    counts = [one.spec_decode_metrics for one in held]
+    counts = [request.spec_decode_metrics for request in held]
     assert scheduler.controller.request_switch(2)
     assert None not in counts
-    assert all(one.spec_decode_metrics is c for one, c in zip(held, counts, strict=True))
+    assert all(request.spec_decode_metrics is c for request, c in zip(held, counts, strict=True))
 
 
 def test_steps_without_tokens_draft_nothing() -> None:
@@ -155,9 +156,9 @@ def test_steps_without_tokens_draft_nothing() -> None:
     step(scheduler, [])
     finish(scheduler)
     silent = scheduler.schedule()
-    (told,) = silent.steps.values()
-    assert told.finished_req_ids and not told.total_num_scheduled_tokens
-    scheduler.update_from_output(silent, [StepResult(0, answer(told), 0.01)])
+    (of_replica,) = silent.steps.values()
+    assert of_replica.finished_req_ids and not of_replica.total_num_scheduled_tokens
+    scheduler.update_from_output(silent, [StepResult(0, answer(of_replica), 0.01)])
     (sample,) = scheduler.controller.report().drafts
     assert (sample.num_speculative_tokens, sample.steps) == (0, 1)
 
@@ -209,7 +210,7 @@ def written(lengths: DraftLengths, layout: Layout, active: list[Any]) -> list[in
     """The draft length by the number of requests from 0, alike in all replicas."""
     lengths.write(layout, active)
     table: list[int] = active[0].scheduler.dynamic_sd_lookup
-    assert all(one.scheduler.dynamic_sd_lookup == table for one in active)
+    assert all(replica.scheduler.dynamic_sd_lookup == table for replica in active)
     return table
 
 
@@ -217,25 +218,25 @@ def test_draft_lengths_of_a_layout_with_the_same_replicas() -> None:
     """As after a switch between cut and spread experts."""
     spread = Layout(2, 1, "ep")
     of_policy: dict[Layout, Schedule] = {TWO: ((1, 1, 0),), spread: ((1, 1, 2),)}
-    lengths, one = DraftLengths(config(), lambda: of_policy), replicas(1)
-    assert written(lengths, TWO, one) == [0] * 7
-    assert written(lengths, spread, one) == [0] + [2] * 6
+    lengths, single = DraftLengths(config(), lambda: of_policy), replicas(1)
+    assert written(lengths, TWO, single) == [0] * 7
+    assert written(lengths, spread, single) == [0] + [2] * 6
 
 
 def test_draft_lengths_through_requests_switches_and_ends_of_work() -> None:
     of_policy: dict[Layout, Schedule] = {TWO: ((1, 1, 1),)}
     lengths = DraftLengths(config(), lambda: of_policy)
-    two, one = replicas(2), replicas(1)
+    two, single = replicas(2), replicas(1)
     assert written(lengths, ONE, two) == [4] * 7
-    assert written(lengths, TWO, one) == [0] + [1] * 6
+    assert written(lengths, TWO, single) == [0] + [1] * 6
     lengths.request(2)
-    assert one[0].scheduler.dynamic_sd_lookup == [0] + [1] * 6
-    assert written(lengths, TWO, one) == [2] * 7
+    assert single[0].scheduler.dynamic_sd_lookup == [0] + [1] * 6
+    assert written(lengths, TWO, single) == [2] * 7
     # The policy's change with its plans.
     lengths.request(None)
-    lengths.write(TWO, one)
+    lengths.write(TWO, single)
     of_policy = {TWO: ((1, 2, 4), (3, 3, 0))}
-    assert written(lengths, TWO, one) == [0, 4, 4, 0, 0, 0, 0]
+    assert written(lengths, TWO, single) == [0, 4, 4, 0, 0, 0, 0]
     lengths.request(2)
     two = replicas(2)
     assert written(lengths, ONE, two) == [2] * 7
@@ -253,12 +254,12 @@ def test_draft_lengths_through_requests_switches_and_ends_of_work() -> None:
 def test_a_users_schedule_holds_where_nothing_else_was_said() -> None:
     schedule = [(1, 2, 4), (3, 4, 3)]
     lengths = DraftLengths(config(schedule), lambda: {TWO: ((1, 1, 0),)})
-    one = replicas(1)
+    single = replicas(1)
     assert lengths.allowed == (0, 1, 2, 3, 4)
     assert written(lengths, ONE, replicas(2)) == [0, 4, 4, 3, 3, 3, 3]
-    assert written(lengths, TWO, one) == [0] * 7
+    assert written(lengths, TWO, single) == [0] * 7
     lengths.request(3)
-    assert written(lengths, TWO, one) == [3] * 7
+    assert written(lengths, TWO, single) == [3] * 7
     # A policy that plans may choose among the lengths only where there is no such schedule.
     assert lengths_to_plan(config(schedule)) == (0,) == lengths_to_plan(None)
     assert lengths_to_plan(config()) == (0, 1, 2, 4)
@@ -287,7 +288,7 @@ def a_step(requests: dict[str, tuple[int, int, int]], k: int = 0, **new: int) ->
         num_computed_tokens=[context for context, _, _ in requests.values()],
     )
     step.scheduled_new_reqs = [SimpleNamespace(req_id=name) for name in new]  # type: ignore[misc]
-    step.num_scheduled_tokens = {name: one for name, (_, one, _) in requests.items()} | new
+    step.num_scheduled_tokens = {name: count for name, (_, count, _) in requests.items()} | new
     step.total_num_scheduled_tokens = sum(step.num_scheduled_tokens.values())
     step.scheduled_spec_decode_tokens = {
         name: [7] * drafts for name, (_, _, drafts) in requests.items() if drafts
@@ -299,7 +300,7 @@ def a_step(requests: dict[str, tuple[int, int, int]], k: int = 0, **new: int) ->
 def an_output(generated: dict[str, int]) -> Any:
     return ModelRunnerOutput(
         req_ids=list(generated),
-        req_id_to_index={one: index for index, one in enumerate(generated)},
+        req_id_to_index={name: index for index, name in enumerate(generated)},
         sampled_token_ids=[[7] * count for count in generated.values()],
     )
 
@@ -339,14 +340,14 @@ def test_counted_drafts(requests: list[tuple[int, int, bool]]) -> None:
     )
     accepted = [min(drafts, right) for drafts, right, samples in requests if samples and drafts]
     drafted = sum(drafts for drafts, _, _ in requests)
-    some = {f"r{i}" for i in range(1, len(requests), 2)}
-    of_some = [min(one[:2]) for one in requests[1::2] if one[2] and one[0]]
-    counts = counted_drafts(a_step(named), output, some)
+    chosen = {f"r{i}" for i in range(1, len(requests), 2)}
+    of_chosen = [min(request[:2]) for request in requests[1::2] if request[2] and request[0]]
+    counts = counted_drafts(a_step(named), output, chosen)
     assert counts[:2] == (drafted, sum(accepted))
-    assert counts[2:] == (sum(one[0] for one in requests[1::2]), sum(of_some))
+    assert counts[2:] == (sum(request[0] for request in requests[1::2]), sum(of_chosen))
     verified = [drafts for drafts, _, samples in requests if samples and drafts]
     assert verified_drafts(a_step(named), output).tolist() == [accepted, verified]
-    assert verified_drafts(a_step(named), output, some)[0].tolist() == of_some
+    assert verified_drafts(a_step(named), output, chosen)[0].tolist() == of_chosen
 
 
 def test_drafts_of_a_request_that_is_gone_are_not_accepted() -> None:
@@ -399,16 +400,16 @@ counts = st.lists(st.integers(0, 4), max_size=8)
 
 @settings(max_examples=30)
 @given(counts, counts)
-def test_statistics_of_replicas_add_up(one: list[int], other: list[int]) -> None:
+def test_statistics_of_replicas_add_up(first: list[int], second: list[int]) -> None:
     def stats(accepted: list[int]) -> SpecDecodingStats:
         merged = SpecDecodingStats.new(4)
         for count in accepted:
             merged.observe_draft(num_draft_tokens=4, num_accepted_tokens=count)
         return merged
 
-    merged = stats(one)
-    add_spec_decoding_stats(merged, stats(other))
-    assert merged == stats(one + other)
+    merged = stats(first)
+    add_spec_decoding_stats(merged, stats(second))
+    assert merged == stats(first + second)
 
 
 def test_an_engine_keeps_what_it_drafts_from_in_its_file(tmp_path: Path) -> None:
@@ -419,9 +420,9 @@ def test_an_engine_keeps_what_it_drafts_from_in_its_file(tmp_path: Path) -> None
 
     first = started()
     add(first)
-    (one, *_) = first.replica_set.replicas[0].scheduler.requests.values()
-    one.append_output_token_ids([1, 2, 3])
-    first.monitor.ended(one.request_id, FinishReason.STOP)
+    (request, *_) = first.replica_set.replicas[0].scheduler.requests.values()
+    request.append_output_token_ids([1, 2, 3])
+    first.monitor.ended(request.request_id, FinishReason.STOP)
     first.shutdown()
     rows = started().monitor.draft_rows
     assert rows.num_bytes == first.monitor.draft_rows.num_bytes > 0

@@ -30,7 +30,7 @@ class Arrivals:
 
     def until(self, now: float) -> Iterator[Request]:
         """Those that have come by now."""
-        for number in sorted(self.waiting, key=lambda one: (self.waiting[one], one)):
+        for number in sorted(self.waiting, key=lambda i: (self.waiting[i], i)):
             if self.waiting[number] > now:
                 return
             del self.waiting[number]

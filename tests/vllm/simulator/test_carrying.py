@@ -45,11 +45,11 @@ def test_switches_carry_what_the_engine_carries(memory: str) -> None:
     trace = GENERATORS["agents"](40, 1500, 3)
     trace = replace(trace, arrivals=tuple(float(round(5 * at)) for at in trace.arrivals))
     carried, prefilled, steps = of_scheduler(trace, BLOCKS[memory])
-    found, computed, took = of_simulator(trace, BLOCKS[memory])
+    simulated, computed, took = of_simulator(trace, BLOCKS[memory])
     assert sum(carried) > 1000, "the case is no test"
     short = memory == "short"  # where one that is evicted or not decides about later ones
-    assert sum(found) == pytest.approx(sum(carried), rel=0.08)
-    assert short or found == pytest.approx(carried, rel=0.03)
+    assert sum(simulated) == pytest.approx(sum(carried), rel=0.08)
+    assert short or simulated == pytest.approx(carried, rel=0.03)
     assert computed == pytest.approx(prefilled, rel=0.08 if short else 0.01)
     assert took == pytest.approx(steps, rel=0.03)
 
@@ -67,7 +67,7 @@ def of_simulator(trace: LengthTrace, blocks: int) -> tuple[list[int], int, float
             engine.wait()
         engine.advance()
     report = engine.report()
-    return [one.cached_tokens for one in report.switches], report.prefilled, engine.now
+    return [switch.cached_tokens for switch in report.switches], report.prefilled, engine.now
 
 
 def of_scheduler(trace: LengthTrace, blocks: int) -> tuple[list[int], int, float]:
@@ -85,9 +85,9 @@ def of_scheduler(trace: LengthTrace, blocks: int) -> tuple[list[int], int, float
         if not scheduler.has_unfinished_requests():
             continue
         output = scheduler.schedule()
-        computed += sum(one.total_num_scheduled_tokens for one in output.steps.values())
+        computed += sum(step.total_num_scheduled_tokens for step in output.steps.values())
         scheduler.update_from_output(output, results_of(output))
         arrivals.follow(steps)
     switches = scheduler.controller.report().switches
-    carried = [one.cached_tokens for one in switches if one.reason == "forced"]
+    carried = [switch.cached_tokens for switch in switches if switch.reason == "forced"]
     return carried, computed - sum(trace.lengths) + len(trace), steps

@@ -29,14 +29,14 @@ PROMPT, BUDGET, LONGEST = 64, 512, 1000
 @pytest.mark.parametrize("blocks", [400, 800])
 @pytest.mark.parametrize("shape", ["deepscaler", "uniform"])
 def test_as_vllm_schedules(shape: str, blocks: int) -> None:
-    made = GENERATORS[shape](48, LONGEST, 0)
-    trace = replace(made, num_prompt_tokens=(PROMPT,) * len(made))
+    generated = GENERATORS[shape](48, LONGEST, 0)
+    trace = replace(generated, num_prompt_tokens=(PROMPT,) * len(generated))
     steps, prefilled, preempted = of_vllm(trace, blocks)
-    found = of_replica(trace, blocks)
+    simulated = of_replica(trace, blocks)
     assert preempted > 10, "the case is no test"
-    assert found[0] == pytest.approx(steps, rel=0.03)
-    assert found[1] == pytest.approx(prefilled, rel=0.08)
-    assert found[2] == pytest.approx(preempted, rel=0.1, abs=3)
+    assert simulated[0] == pytest.approx(steps, rel=0.03)
+    assert simulated[1] == pytest.approx(prefilled, rel=0.08)
+    assert simulated[2] == pytest.approx(preempted, rel=0.1, abs=3)
 
 
 @pytest.mark.parametrize("blocks", [200, 300, 3000])
@@ -45,7 +45,7 @@ def test_turns_as_vllm_schedules(blocks: int) -> None:
     trace = GENERATORS["agents"](24, LONGEST, 3)
     trace = replace(trace, arrivals=tuple(float(round(10 * at)) for at in trace.arrivals))
     steps, prefilled, preempted = of_vllm(trace, blocks)
-    found = of_replica(trace, blocks)
+    simulated = of_replica(trace, blocks)
     appended = sum(trace.num_prompt_tokens) - sum(
         trace.num_prompt_tokens[before] + trace.lengths[before]
         for before in trace.after
@@ -53,9 +53,9 @@ def test_turns_as_vllm_schedules(blocks: int) -> None:
     )
     evicted = prefilled > 1.2 * appended
     assert evicted == (blocks < 3000), "the case is no test"
-    assert found[0] == pytest.approx(steps, rel=0.03)
-    assert found[1] == pytest.approx(prefilled, rel=0.08 if evicted else 0.01)
-    assert found[2] == pytest.approx(preempted, rel=0.1, abs=3)
+    assert simulated[0] == pytest.approx(steps, rel=0.03)
+    assert simulated[1] == pytest.approx(prefilled, rel=0.08 if evicted else 0.01)
+    assert simulated[2] == pytest.approx(preempted, rel=0.1, abs=3)
 
 
 def of_replica(trace: LengthTrace, blocks: int) -> tuple[int, int, int]:
@@ -65,7 +65,7 @@ def of_replica(trace: LengthTrace, blocks: int) -> tuple[int, int, int]:
     to_come = list(range(len(trace)))
     while replica.num_seqs or to_come:
         arrived = [request for request in to_come if requests.arrival[request] <= steps]
-        replica.waiting.extend(sorted(arrived, key=lambda one: requests.arrival[one]))
+        replica.waiting.extend(sorted(arrived, key=lambda i: requests.arrival[i]))
         to_come = [request for request in to_come if request not in arrived]
         if not replica.num_seqs:
             steps += 1
@@ -94,11 +94,11 @@ def of_vllm(trace: LengthTrace, blocks: int) -> tuple[int, int, int]:
         computed += step.total_num_scheduled_tokens
         names = list(step.num_scheduled_tokens)
         running = [requests[int(name)] for name in names]
-        whole = [one.num_computed_tokens >= one.num_tokens for one in running]
+        whole = [request.num_computed_tokens >= request.num_tokens for request in running]
         output = ModelRunnerOutput(
             req_ids=names,
             req_id_to_index={name: at for at, name in enumerate(names)},
-            sampled_token_ids=[[draw.randrange(3, 300)] if one else [] for one in whole],
+            sampled_token_ids=[[draw.randrange(3, 300)] if is_whole else [] for is_whole in whole],
         )
         scheduler.update_from_output(step, output)
         arrivals.follow(steps)

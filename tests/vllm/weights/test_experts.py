@@ -112,9 +112,9 @@ def test_spread_experts_lie_where_vllm_maps_them(experts: int) -> None:
 
 def check_walks(experts: int, layouts: Sequence[Layout], rank: int) -> None:
     rng = random.Random(f"{experts} {rank}")
-    expected = {one: loaded(one.place_of(rank), experts) for one in layouts}
+    expected = {layout: loaded(layout.place_of(rank), experts) for layout in layouts}
     base = loaded(layouts[0].place_of(rank), experts)
-    models = {one: empty(one.place_of(rank), experts) for one in layouts[1:]}
+    models = {layout: empty(layout.place_of(rank), experts) for layout in layouts[1:]}
     check_walk(base, models, expected, rank, rng)
     for model in (base, *models.values()):
         assert all(weight.current.stride(-1) == 1 for weight in model_weights(model))
@@ -144,7 +144,7 @@ def test_copies_are_what_vllm_loads(experts: int, fused: bool) -> None:
 def test_new_weights_reach_every_layout() -> None:
     rank = 2
     base = loaded(ONE.place_of(rank))
-    models = [empty(one.place_of(rank)) for one in WIDER]
+    models = [empty(layout.place_of(rank)) for layout in WIDER]
     strategy = shared(base, models, LAYOUTS, rank)
     strategy.arrange(WIDER[0])
     strategy.arrange(ONE)
@@ -189,7 +189,7 @@ def test_views_run_as_vllms_own_experts() -> None:
 def test_on_a_gpu_vllm_makes_no_copy_of_views(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its method for experts looks at no platform where weights need no packing but CPU's."""
     base = loaded(ONE.place_of(1))
-    models = [empty(one.place_of(1)) for one in WIDER]
+    models = [empty(layout.place_of(1)) for layout in WIDER]
     strategy = InPlaceShards(LAYOUTS, rank=1)
     with monkeypatch.context() as patch:
         patch.setattr(current_platform, "is_cpu", lambda: False)
@@ -322,7 +322,7 @@ def test_experts_with_biases() -> None:
     totals = dict.fromkeys(WIDER, torch.zeros_like(expected))
     for rank in range(RANKS):
         base: Any = load(old, ONE.place_of(rank), old.load_config)
-        models = [build(old, one.place_of(rank)) for one in WIDER]
+        models = [build(old, layout.place_of(rank)) for layout in WIDER]
         strategy = shared(base, models, LAYOUTS, rank)
         with in_place(ONE.place_of(rank), old.parallel_config):
             checkpoint = load_file(Path(new.model_config.model) / "model.safetensors")

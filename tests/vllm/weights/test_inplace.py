@@ -64,7 +64,7 @@ def test_every_shard_is_what_vllm_loads(case: Case) -> None:
         ranks = {layout: layout.tp_rank_of(rank) for layout in layouts}
         base = case.load(base_tp, ranks[layouts[0]])
         expected = {layout: case.load(layout.tp, at) for layout, at in ranks.items()}
-        models = {one: case.empty(one.tp, ranks[one]) for one in layouts[1:]}
+        models = {layout: case.empty(layout.tp, ranks[layout]) for layout in layouts[1:]}
         check_walk(base, models, expected, rank, rng)
 
 

@@ -36,14 +36,14 @@ LAYOUTS = [Layout.of(tp, RANKS) for tp in (1, 2, 4)]
 
 
 def absorbed(model: nn.Module) -> dict[str, torch.Tensor]:
-    found = {
+    tensors = {
         f"{path}.{name}": tensor
         for path, module in model.named_modules()
         if isinstance(module, MLAAttention)
         for name, tensor in module.named_parameters(recurse=False)
     }
-    assert found and {name.rpartition(".")[2] for name in found} == {"W_UV", "W_UK_T"}
-    return found
+    assert tensors and {name.rpartition(".")[2] for name in tensors} == {"W_UV", "W_UK_T"}
+    return tensors
 
 
 def processed(config: VllmConfig, model: nn.Module, place: Place) -> nn.Module:
@@ -77,7 +77,9 @@ def test_walks_over_layouts_with_updates(strategy_class: type[Any], copied: bool
     rng = random.Random(0)
     names = "deepseek_v3", "deepseek_v3_updated"
     configs = {name: vllm_config_for(random_model(name), tp=1) for name in names}
-    expected = {(name, one): stock(configs[name], one) for name in names for one in LAYOUTS}
+    expected = {
+        (name, layout): stock(configs[name], layout) for name in names for layout in LAYOUTS
+    }
     config, base_layout = configs[names[0]], LAYOUTS[0]
     strategy: WeightStrategy = (
         InPlaceShards(LAYOUTS, RANK) if strategy_class is InPlaceShards else MaterializedShards()
@@ -114,4 +116,6 @@ def test_walks_over_layouts_with_updates(strategy_class: type[Any], copied: bool
     ], "compiled code would miss them"
     if not copied:
         storages = {weight.storage for weight in model_weights(base)}
-        assert all(one.untyped_storage()._cdata in storages for one in absorbed(base).values())
+        assert all(
+            tensor.untyped_storage()._cdata in storages for tensor in absorbed(base).values()
+        )

@@ -435,7 +435,7 @@ def check_whole_model(name: str, layouts: Sequence[Layout], rank: int) -> None:
     def loaded_at(layout: Layout) -> nn.Module:
         return load(vllm_config, layout.place_of(rank), user)
 
-    expected = {one: loaded_at(one) for one in layouts}
+    expected = {layout: loaded_at(layout) for layout in layouts}
     base = loaded_at(first)
     for layout in wider:
         model: Any = build(vllm_config, layout.place_of(rank))
@@ -448,7 +448,7 @@ def check_whole_model(name: str, layouts: Sequence[Layout], rank: int) -> None:
     for layout in wider:
         with InPlaceShards(layouts, rank).building():
             models[layout] = build(vllm_config, layout.place_of(rank))
-        assert all(one.untyped_storage().nbytes() == 0 for one in models[layout].parameters())
+        assert all(weight.untyped_storage().nbytes() == 0 for weight in models[layout].parameters())
     strategy = shared(base, models.values(), layouts, rank)
     models[first] = base
     for layout in [*wider, first, *reversed(wider), first]:
