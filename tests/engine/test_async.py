@@ -215,7 +215,7 @@ def test_drafts_on_demand(llm: Any, run: Callable[..., Any], expected: list[list
         assert await gather(streams) == expected[1::2]
         report = await idle(llm)
         assert len(forced(report, before)) == 5
-        assert {one.num_speculative_tokens for one in report.drafts if one.drafted} >= {1, 2, 4}
+        assert {step.num_speculative_tokens for step in report.drafts if step.drafted} >= {1, 2, 4}
         drafted, accepted = drafts_of(report)
         assert accepted / drafted > 0.2
         # The next requests get what is configured, which is none.

@@ -43,8 +43,8 @@ def jobs() -> dict[str, Job]:
 def await_grammars(replica_set: ReplicaSet) -> None:
     """Wait until no request waits for a grammar, which vLLM compiles in a thread."""
     end = time.monotonic() + 300
-    waiting = [one for replica in replica_set.replicas for one in replica.scheduler.waiting]
-    for grammar in filter(None, (one.structured_output_request for one in waiting)):
+    waiting = [request for replica in replica_set.replicas for request in replica.scheduler.waiting]
+    for grammar in filter(None, (request.structured_output_request for request in waiting)):
         while grammar.grammar is None:
             assert time.monotonic() < end, "a grammar does not become ready"
             time.sleep(0.01)

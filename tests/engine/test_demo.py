@@ -37,7 +37,7 @@ def check_demo(
     entered = ["tp2dp1ep", "tp2dp1"] if model == "qwen3_moe" else ["tp2dp1"]
     for source, target in pairwise(["tp1dp2", *entered]):
         assert f"switch {source} -> {target}" in text
-    shares = [int(one) for one in re.findall(r"' (\d+)% of \d+", text)]
+    shares = [int(percent) for percent in re.findall(r"' (\d+)% of \d+", text)]
     assert len(shares) == (3 if "--speculate" in options else 0)
     assert all(20 < share < 90 for share in shares), text
     content = image.read_bytes()

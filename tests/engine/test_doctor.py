@@ -40,7 +40,7 @@ def test_a_healthy_machine(from_server: None, tmp_path: Path) -> None:
     assert report.failed is None, text
     by_name = {stage.name: stage for stage in report.stages}
     assert by_name["eager"].status == "passed"
-    assert {name for name, one in by_name.items() if one.status == "skipped"} == {
+    assert {name for name, stage in by_name.items() if stage.status == "skipped"} == {
         *("model", "memory", "piecewise", "full")
     }
     start = ["stock vLLM", "stock vLLM new weights", "start"]
@@ -51,13 +51,13 @@ def test_a_healthy_machine(from_server: None, tmp_path: Path) -> None:
         "tp2dp1 -> tp1dp2 with requests in flight",
         "draft length changes with requests in flight",
     ]
-    found = {check.name: check.found for check in by_name["eager"].checks}
-    assert [*found] == [*start, *in_layouts, "sleep and wake-up", "weight update", "shutdown"]
+    eager = {check.name: check.found for check in by_name["eager"].checks}
+    assert [*eager] == [*start, *in_layouts, "sleep and wake-up", "weight update", "shutdown"]
     # On a busy machine some have ended before a switch, or it comes before they begin.
-    switches = [found[name] for name in in_layouts[2:4]]
-    assert any(re.match(r"([1-6]) in flight, \1 migrated", one) for one in switches), switches
-    assert " 0 of " not in found["draft length changes with requests in flight"]
-    assert "576 tokens" in found["layout tp1dp2"]
+    switches = [eager[name] for name in in_layouts[2:4]]
+    assert any(re.match(r"([1-6]) in flight, \1 migrated", line) for line in switches), switches
+    assert " 0 of " not in eager["draft length changes with requests in flight"]
+    assert "576 tokens" in eager["layout tp1dp2"]
     as_used = {check.name: check.found for check in by_name["as used"].checks}
     updates = ["sleep at level 2, weight update", "weight update by IPC"]
     by_policy = "layouts as the policy chooses"

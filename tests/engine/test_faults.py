@@ -147,7 +147,7 @@ def jobs(requests: int = 6, tokens: int = 40, prompt: int = 30) -> dict[str, Job
 
 
 def texts(llm: Any, work: dict[str, Job], **options: Any) -> dict[str, list[int]]:
-    return {name: one.token_ids for name, one in run(llm, work, **options).items()}
+    return {name: outcome.token_ids for name, outcome in run(llm, work, **options).items()}
 
 
 @pytest.mark.engine(SMALL_KV, SMALL_LATENT)

@@ -240,12 +240,12 @@ def top(entry: Any) -> list[float]:
     return sorted((logprob.logprob for logprob in entry.values()), reverse=True)
 
 
-def assert_same(one: Any, other: Any) -> None:
+def assert_same(output: Any, other: Any) -> None:
     """Two outputs of a request are equal, log-probabilities to the tolerance."""
-    assert one.finished and other.finished
-    assert one.prompt_token_ids == other.prompt_token_ids
-    assert len(one.outputs) == len(other.outputs)
-    for a, b in zip(one.outputs, other.outputs, strict=True):
+    assert output.finished and other.finished
+    assert output.prompt_token_ids == other.prompt_token_ids
+    assert len(output.outputs) == len(other.outputs)
+    for a, b in zip(output.outputs, other.outputs, strict=True):
         assert list(a.token_ids) == list(b.token_ids)
         assert (a.text, a.finish_reason, a.stop_reason) == (b.text, b.finish_reason, b.stop_reason)
         assert (a.logprobs is None) == (b.logprobs is None)
@@ -253,12 +253,12 @@ def assert_same(one: Any, other: Any) -> None:
             assert len(a.logprobs) == len(a.token_ids)
             for x, y in zip(a.logprobs, b.logprobs, strict=True):
                 assert top(x) == pytest.approx(top(y), abs=TOLERANCE)
-            mine, theirs = (chosen(o.logprobs, o.token_ids) for o in (a, b))
-            assert mine == pytest.approx(theirs, abs=TOLERANCE)
-    assert (one.prompt_logprobs is None) == (other.prompt_logprobs is None)
-    if one.prompt_logprobs is not None:
-        assert one.prompt_logprobs[0] is None and other.prompt_logprobs[0] is None
-        pairs = zip(one.prompt_logprobs[1:], other.prompt_logprobs[1:], strict=True)
+            own, theirs = (chosen(o.logprobs, o.token_ids) for o in (a, b))
+            assert own == pytest.approx(theirs, abs=TOLERANCE)
+    assert (output.prompt_logprobs is None) == (other.prompt_logprobs is None)
+    if output.prompt_logprobs is not None:
+        assert output.prompt_logprobs[0] is None and other.prompt_logprobs[0] is None
+        pairs = zip(output.prompt_logprobs[1:], other.prompt_logprobs[1:], strict=True)
         for position, (x, y) in enumerate(pairs):
             assert top(x) == pytest.approx(top(y), abs=TOLERANCE), position
 
@@ -405,7 +405,7 @@ def streamed(
 
     kinds = {"output_kind": RequestOutputKind[kind]}
     add(llm, {name: Job(job.prompt, job.sampling | kinds) for name, job in jobs.items()})
-    found = {}
+    pieces_of = {}
     for name, outputs in drive(llm, script).items():
         whole, pieces = expected[name].outputs[0], [output.outputs[0] for output in outputs]
         assert [output.finished for output in outputs] == [False] * (len(pieces) - 1) + [True]
@@ -417,18 +417,18 @@ def streamed(
                 assert longer.text.startswith(shorter.text)
             assert list(pieces[-1].token_ids) == list(whole.token_ids)
             assert pieces[-1].text == whole.text
-        found[name] = pieces
-    assert found.keys() == jobs.keys()
-    return found
+        pieces_of[name] = pieces
+    assert pieces_of.keys() == jobs.keys()
+    return pieces_of
 
 
 @pytest.mark.parametrize("kind", ["DELTA", "CUMULATIVE"])
 def test_streaming(llm: Any, kind: str, runs: dict[str, dict[str, Any]], jobs: Any) -> None:
     """Pieces come step by step."""
     names = ["plain", "logprobs", "stop string", "seeded", "prompt logprobs"]
-    some, expected = {name: jobs[name] for name in names}, runs["tp=1"]
+    subset, expected = {name: jobs[name] for name in names}, runs["tp=1"]
     assert pat_vllm.switch(llm, tp=1)
-    pieces = streamed(llm, kind, some, RUNS["switches from tp=1"], expected)
+    pieces = streamed(llm, kind, subset, RUNS["switches from tp=1"], expected)
     for name in names:
         assert len(pieces[name]) >= len(expected[name].outputs[0].token_ids) > 10
 

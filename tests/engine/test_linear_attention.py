@@ -110,7 +110,7 @@ def test_preempted_requests_begin_anew(llm: Any, monkeypatch: pytest.MonkeyPatch
     count = len(pat_vllm.report(llm).switches)
     assert_same(run(llm, jobs, before_step), expected)
     assert preempted
-    assert sum(bool(one.num_seqs) for one in switches_since(llm, count)) == 2
+    assert sum(bool(switch.num_seqs) for switch in switches_since(llm, count)) == 2
 
 
 # -------------------------------------------------------------------- with prefix caching
@@ -128,7 +128,7 @@ def test_prompts_in_chunks_across_blocks(llm: Any) -> None:
     for (source, target), at in itertools.product(itertools.permutations(names, 2), (1, 2, 20, 60)):
         count = len(pat_vllm.report(llm).switches)
         outcomes = run(llm, jobs, at_steps(llm, {0: source, at: target}))
-        (switch,) = [one for one in switches_since(llm, count) if one.num_seqs]
+        (switch,) = [s for s in switches_since(llm, count) if s.num_seqs]
         assert switch.recomputed == 0 or at < 3, "prompts that wait are computed there"
         assert_same(outcomes, static[target])
         go_home(llm)
@@ -147,8 +147,8 @@ def test_the_next_turn_finds_its_state_after_a_switch(
         first = greedy(3, 4, (70, 150), 30)
 
         def again(name: str, job: Job) -> Job:
-            told = static_first[name].token_ids
-            return Job([*job.prompt, *told, 7, 8, 9], job.sampling)
+            response = static_first[name].token_ids
+            return Job([*job.prompt, *response, 7, 8, 9], job.sampling)
 
         static_first = firsts.get(source) or run(llm, first, at_steps(llm, {0: source}))
         firsts[source] = static_first
@@ -165,11 +165,11 @@ def test_the_next_turn_finds_its_state_after_a_switch(
     for source, target in itertools.permutations(names, 2):
         expected, outcomes = both_turns(source, source), both_turns(source, target)
         assert_same(outcomes, expected)
-        found, without = (
-            {name: one.num_cached_tokens for name, one in ones.items()}
+        cached, without = (
+            {name: outcome.num_cached_tokens for name, outcome in ones.items()}
             for ones in (outcomes, expected)
         )
-        assert found == without and sum(count or 0 for count in found.values()) >= 4 * 64
+        assert cached == without and sum(count or 0 for count in cached.values()) >= 4 * 64
 
 
 def test_the_pools_hold_what_is_estimated(llm: Any) -> None:
@@ -200,8 +200,8 @@ def states_on(worker: Any, layout: Layout, places: Mapping[str, Place]) -> dict[
     return {
         request_id: [
             tuple(state[blocks[group]].clone() for state in layers[name].kv_cache)
-            for group, one in enumerate(runtime.kv_cache_config.kv_cache_groups)
-            for name in one.layer_names
+            for group, kv_group in enumerate(runtime.kv_cache_config.kv_cache_groups)
+            for name in kv_group.layer_names
             if "linear_attn" in name
         ]
         for request_id, (replica, blocks) in places.items()
@@ -219,15 +219,15 @@ def whole_states(llm: Any) -> dict[str, list[torch.Tensor]]:
             blocks = [of_group[last] for of_group, last in zip(ids, held, strict=True)]
             places[request_id] = replica.index, blocks
     ranks = llm.collective_rpc(states_on, args=(layout, places))
-    found = {}
+    states = {}
     for request_id, (replica, _) in places.items():
         of_group = [ranks[rank][request_id] for rank in layout.ranks_of(replica)]
-        found[request_id.partition("-")[0]] = [
+        states[request_id.partition("-")[0]] = [
             whole.contiguous().view(torch.int8)
             for layer in zip(*of_group, strict=True)
             for whole in joined(layer)
         ]
-    return found
+    return states
 
 
 def joined(shards: tuple[tuple[torch.Tensor, torch.Tensor], ...]) -> tuple[torch.Tensor, ...]:
@@ -235,7 +235,7 @@ def joined(shards: tuple[tuple[torch.Tensor, torch.Tensor], ...]) -> tuple[torch
     convs, matrices = zip(*shards, strict=True)
     sizes = [heads * 64 // len(shards) for heads in (4, 4, 8)]
     parts = zip(*(conv.split(sizes, dim=-1) for conv in convs), strict=True)
-    return torch.cat([one for part in parts for one in part], dim=-1), torch.cat(matrices)
+    return torch.cat([piece for part in parts for piece in part], dim=-1), torch.cat(matrices)
 
 
 def test_states_are_the_sources_byte_for_byte(llm: Any) -> None:
@@ -269,7 +269,7 @@ def test_log_probabilities_are_as_far_apart_as_stock_vllms(llm: Any) -> None:
     ones, twos = (
         stock_answers("repeating_next", jobs, ranks=ranks, **IN_16_BITS) for ranks in (1, 2)
     )
-    agreed = {name: alike(one.token_ids, twos[name].token_ids) for name, one in ones.items()}
+    agreed = {name: alike(answer.token_ids, twos[name].token_ids) for name, answer in ones.items()}
     spread = max(
         abs(a - b)
         for name, count in agreed.items()
@@ -292,7 +292,7 @@ def test_log_probabilities_are_as_far_apart_as_stock_vllms(llm: Any) -> None:
         assert apart <= 2 * spread and after > 100
 
 
-def alike(one: list[int], other: list[int]) -> int:
+def alike(tokens: list[int], other: list[int]) -> int:
     """How many tokens are the same from the first on."""
-    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(tokens, other, strict=False))
     return sum(1 for _ in same)

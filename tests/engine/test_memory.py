@@ -60,7 +60,7 @@ def allocated(worker: Any) -> dict[str, Any]:
         largest.append({names[at]: new[at] for at in by_size})
     return {
         "kv": worker._buffer.buffer.nbytes,
-        "blocks": [one.kv_cache_config.num_blocks for one in worker._runtimes.values()],
+        "blocks": [runtime.kv_cache_config.num_blocks for runtime in worker._runtimes.values()],
         "weights": weights,
         "runners": runners,
         "largest": largest,
@@ -92,19 +92,19 @@ def _tensors(runner: Any) -> Iterator[tuple[str, Any]]:
     passed: set[int] = set()
     waiting: list[tuple[str, Any]] = [("runner", runner)]
     while waiting:
-        name, one = waiting.pop()
-        if id(one) in passed or isinstance(one, nn.Module | np.ndarray | str | bytes):
+        name, item = waiting.pop()
+        if id(item) in passed or isinstance(item, nn.Module | np.ndarray | str | bytes):
             continue
-        passed.add(id(one))
-        kind = type(one)
-        if isinstance(one, torch.Tensor):
-            yield name, one
-        elif isinstance(one, Mapping):
-            waiting += [(f"{name}[{key!r}]", value) for key, value in one.items()]
-        elif isinstance(one, list | tuple | set | frozenset):
-            waiting += [(f"{name}[{i}]", value) for i, value in enumerate(one)]
-        elif kind.__module__.startswith(_HOLDERS) and hasattr(one, "__dict__"):
-            waiting += [(f"{name}.{key}", value) for key, value in vars(one).items()]
+        passed.add(id(item))
+        kind = type(item)
+        if isinstance(item, torch.Tensor):
+            yield name, item
+        elif isinstance(item, Mapping):
+            waiting += [(f"{name}[{key!r}]", value) for key, value in item.items()]
+        elif isinstance(item, list | tuple | set | frozenset):
+            waiting += [(f"{name}[{i}]", value) for i, value in enumerate(item)]
+        elif kind.__module__.startswith(_HOLDERS) and hasattr(item, "__dict__"):
+            waiting += [(f"{name}.{key}", value) for key, value in vars(item).items()]
 
 
 def _staged_by_a_full_switch(worker: Any) -> int:
@@ -163,7 +163,7 @@ def check_allocated(llm: Any) -> None:
     """
     model, engine = arithmetic_of(llm)
     memory = estimate(model, engine, Device(0))
-    buffers = [sum(one.on_cpu for one in own) for own in all_buffers(model, engine)]
+    buffers = [sum(buffer.on_cpu for buffer in own) for own in all_buffers(model, engine)]
     share = staged_share(engine.layouts, model.kv_heads, model.layers)
     ranks = llm.collective_rpc(allocated)
     # Of a state that is whole on every rank, one replica's has room in the widest layout.

@@ -30,7 +30,7 @@ def test_the_registry_says_what_the_report_says(llm: Any) -> None:
         shown.append(samples()[series(names.NUM_REQUESTS, replica=0)])
 
     def drafted() -> float:
-        (counter,) = (one for one in llm.get_metrics() if one.name == VERIFIED)
+        (counter,) = (metric for metric in llm.get_metrics() if metric.name == VERIFIED)
         return counter.value
 
     # An engine in this process makes no step after its last output. The next one tells the rest.
@@ -44,23 +44,23 @@ def test_the_registry_says_what_the_report_says(llm: Any) -> None:
         run(llm, {f"{batch}-{i}": Job([5 + i, 7, 9], sampling) for i in range(4)}, watch)
     switches = pat_vllm.report(llm, since=began).switches
     run(llm, tell_the_rest)
-    found = samples()
+    after = samples()
 
-    assert [one.reason for one in switches] == 2 * ["forced", "forced", "forced", "idle"]
+    assert [switch.reason for switch in switches] == 2 * ["forced", "forced", "forced", "idle"]
     for source, target in permutations((Layout(1, 2), Layout(2, 1))):
         for reason in SWITCH_REASONS:
-            made = [s for s in switches if (s.source, s.reason) == (source, reason)]
-            one = series(names.SWITCHES, source=source, target=target, reason=reason)
-            assert found[one] - before[one] == len(made)
+            matching = [s for s in switches if (s.source, s.reason) == (source, reason)]
+            key = series(names.SWITCHES, source=source, target=target, reason=reason)
+            assert after[key] - before[key] == len(matching)
     total = exported(names.STALL)[1]
     stalls = [(total, (("reason", reason),)) for reason in SWITCH_REASONS]
-    stalled = sum(found[one] - before[one] for one in stalls)
-    assert stalled == pytest.approx(sum(one.seconds for one in switches))
+    stalled = sum(after[key] - before[key] for key in stalls)
+    assert stalled == pytest.approx(sum(switch.seconds for switch in switches))
     assert {0.0, 2.0, 4.0} <= {*shown}
-    assert found[series(names.TENSOR_PARALLEL_SIZE)] == 1
-    assert found[series(names.NUM_REPLICAS)] == 2
+    assert after[series(names.TENSOR_PARALLEL_SIZE)] == 1
+    assert after[series(names.NUM_REPLICAS)] == 2
 
-    assert found[series(names.DRAFT_LENGTH, replica=0)] == 1
-    assert METRICS.keys() <= {one.name for one in llm.get_metrics()}
-    of_batches = sum(one.drafted for one in pat_vllm.report(llm, since=began).drafts)
+    assert after[series(names.DRAFT_LENGTH, replica=0)] == 1
+    assert METRICS.keys() <= {metric.name for metric in llm.get_metrics()}
+    of_batches = sum(sample.drafted for sample in pat_vllm.report(llm, since=began).drafts)
     assert drafted() - drafted_before == of_batches > 0

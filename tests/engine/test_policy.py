@@ -121,7 +121,9 @@ def test_it_profiles_plans_and_reports(deciding: Any, profile: Profile) -> None:
     assert profile.kind == "measured" and profile.experts == (8, 2)
     assert profile.layouts == tuple(pat_vllm.report(deciding).layouts) == layouts
     assert {sample.layout for sample in profile.steps} == {*layouts}
-    assert {(one.source, one.target) for one in profile.switches} == {*permutations(layouts, 2)}
+    assert {(switch.source, switch.target) for switch in profile.switches} == {
+        *permutations(layouts, 2)
+    }
 
     jobs = long_tail()
     outcomes = run(deciding, jobs, before_step=settle)

@@ -82,18 +82,18 @@ def test_the_command_takes_a_profile_and_leaves_no_trace(
     assert executor.collective_rpc(known_requests) == [0, 0]
     assert run(llm, jobs()) == before
 
-    assert [one.name for one in tmp_path.iterdir()] == ["profile.json"]
+    assert [file.name for file in tmp_path.iterdir()] == ["profile.json"]
     text = printed.getvalue()
     assert "tp1dp2" in text and "tp2dp1" in text and path.name in text
-    made = Profile.load(path)
+    profile = Profile.load(path)
     points = quick_plan(llm).points
-    assert len(made.steps) == sum(isinstance(point, StepPoint) for point in points)
+    assert len(profile.steps) == sum(isinstance(point, StepPoint) for point in points)
     for live in (0, 1, 8):
         for pair in permutations((ONE, TWO)):
-            assert any((s.source, s.target, s.num_seqs) == (*pair, live) for s in made.switches)
-    assert all(s.kv_bytes == made.kv_bytes_per_token * s.num_seqs * 256 for s in made.switches), (
-        "whole blocks of 32 tokens, 247 or so tokens each"
-    )
+            assert any((s.source, s.target, s.num_seqs) == (*pair, live) for s in profile.switches)
+    assert all(
+        s.kv_bytes == profile.kv_bytes_per_token * s.num_seqs * 256 for s in profile.switches
+    ), "whole blocks of 32 tokens, 247 or so tokens each"
 
 
 def test_a_used_up_budget_leaves_the_essential_points(llm: Any) -> None:
@@ -163,10 +163,10 @@ def test_a_profile_is_loaded_or_measured(
         ({"skipped": 34}, "incomplete: 34 of"),
     ):
         samples = SimpleNamespace(**vars(good) | changed)
-        made = get()
-        assert made.steps == samples.steps and profile_cache.find(made.key) is None
-        told = warnings.pop()
-        assert problem in told and "pat-vllm profile MODEL --budget" in told and not warnings
+        profile = get()
+        assert profile.steps == samples.steps and profile_cache.find(profile.key) is None
+        warning = warnings.pop()
+        assert problem in warning and "pat-vllm profile MODEL --budget" in warning and not warnings
     measured.clear()
     samples = good
     first = get()
@@ -192,12 +192,12 @@ def test_a_profile_is_loaded_or_measured(
 
 def serve(llm: Any) -> list[Any]:
     """Answers without drafts, and with the longest."""
-    found = []
+    answers = []
     for length in (0, MOST):
         pat_vllm.speculate(llm, length)
-        found.append(run(llm, batch(4, longest=40)))
+        answers.append(run(llm, batch(4, longest=40)))
         assert llm.reset_prefix_cache()
-    return found
+    return answers
 
 
 @pytest.mark.engine(DRAFTS)
@@ -215,7 +215,7 @@ def test_a_speculating_engine_is_profiled(llm: Any, monkeypatch: pytest.MonkeyPa
 
     def ending(stream: Stream) -> Any:
         """Runners and the stream have counted as many tokens of each request."""
-        names = [one.request_id for one in stream._decoding]
+        names = [request.request_id for request in stream._decoding]
         for worker in executor.collective_rpc(generated):
             if held := {name: len(worker[name]) for name in names if name in worker}:
                 compared.append((held, stream._generated.copy()))
@@ -227,9 +227,9 @@ def test_a_speculating_engine_is_profiled(llm: Any, monkeypatch: pytest.MonkeyPa
     assert compared and all(held == counted for held, counted in compared)
     assert serve(llm) == before
 
-    made = Profile(**described["header"], created="now", steps=answer["steps"])
-    assert made.key["speculation"]["draft_lengths"] == [0, 1, 2, MOST]
-    for point, sample in zip(chosen, made.steps, strict=True):
+    profile = Profile(**described["header"], created="now", steps=answer["steps"])
+    assert profile.key["speculation"]["draft_lengths"] == [0, 1, 2, MOST]
+    for point, sample in zip(chosen, profile.steps, strict=True):
         shape = sample.shape
         assert (sample.layout, shape.batch, shape.busy) == (point.layout, point.batch, point.busy)
         assert (shape.k, shape.drafts) == (point.k, point.k * point.batch * point.hits)

@@ -65,7 +65,9 @@ def test_vllm_serve(server: Server) -> None:
     for _ in range(5):
         assert complete(tail, True) == reference[0]
         switches = server.report().switches[count:]
-        by_policy = {one.target.tp for one in switches if one.reason == "policy" and one.num_seqs}
+        by_policy = {
+            switch.target.tp for switch in switches if switch.reason == "policy" and switch.num_seqs
+        }
         if by_policy == {1, 2}:
             break
     assert by_policy == {1, 2}

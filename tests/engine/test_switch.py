@@ -187,7 +187,7 @@ def test_what_moves_is_what_requests_hold(case: Case, monkeypatch: pytest.Monkey
         count = len(pat_vllm.report(llm).switches)
         outcomes = run(llm, batch(), before_step=before_step)
         assert_same(llm, outcomes, static[source], static[target])
-        (switch,) = [one for one in switches_since(llm, count) if one.num_seqs]
+        (switch,) = [s for s in switches_since(llm, count) if s.num_seqs]
         moves = switch.source.tp != switch.target.tp
         assert (switch.kv_bytes, switch.recomputed) == (moves * held[-1], 0)
 
@@ -253,16 +253,16 @@ def test_the_next_turn_finds_its_kv_after_a_switch(
         between = between_turns(llm, source, target, again)
         outcomes = run(llm, turns() | {"anchor": anchor}, before_step=between)
         assert outcomes.pop("anchor")
-        (switch,) = [one for one in switches_since(llm, count) if one.num_seqs]
+        (switch,) = [s for s in switches_since(llm, count) if s.num_seqs]
         assert_same(llm, outcomes, static[source], static[target])
-        found = {name: outcome.num_cached_tokens for name, outcome in outcomes.items()}
+        cached = {name: outcome.num_cached_tokens for name, outcome in outcomes.items()}
         for i in range(4):
             # The KV of the last token of a response is not computed.
             known = len(turns()[f"t{i}"].prompt) + 11
             whole = known - known % llm.llm_engine.vllm_config.cache_config.block_size
-            assert (found[f"t{i}"], found[f"again t{i}"]) == (0, whole)
+            assert (cached[f"t{i}"], cached[f"again t{i}"]) == (0, whole)
         moves = switch.source.tp != switch.target.tp
-        assert switch.cached_tokens == moves * sum(tokens or 0 for tokens in found.values())
+        assert switch.cached_tokens == moves * sum(tokens or 0 for tokens in cached.values())
 
 
 @pytest.mark.parametrize("ways", [("recompute",), ("recompute", "migrate")])
@@ -425,11 +425,11 @@ def test_storm_of_trajectories(
 
     count = len(pat_vllm.report(llm).switches)
     outcomes = run(llm, jobs | doomed, before_step=before_step)
-    outcomes = {name: one for name, one in outcomes.items() if name in jobs}
+    outcomes = {name: outcome for name, outcome in outcomes.items() if name in jobs}
     assert_same(llm, outcomes, *every.values())
-    made = switches_since(llm, count)
-    assert len(made) >= 20 and sum(one.cached_tokens for one in made) > 1000
-    assert sum(one.num_cached_tokens or 0 for one in outcomes.values()) > 1000
+    switches = switches_since(llm, count)
+    assert len(switches) >= 20 and sum(switch.cached_tokens for switch in switches) > 1000
+    assert sum(outcome.num_cached_tokens or 0 for outcome in outcomes.values()) > 1000
     for replica in scheduler.replica_set.replicas:
         pool = replica.scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1, "a block is lost"

@@ -64,7 +64,7 @@ def test_a_switch_carries_the_positions_of_tokens(llm: Any) -> None:
     assert sorted(len(rows[0]) for rows, _ in in_group[0].values()) == sorted(
         len(job.prompt) for job in batch().values()
     )
-    assert all(one == ([[*range(len(one[0][0]))]] * 3, 0) for one in in_group[0].values())
+    assert all(mrope == ([[*range(len(mrope[0][0]))]] * 3, 0) for mrope in in_group[0].values())
 
 
 PIXEL = (

@@ -216,7 +216,7 @@ def test_conversations_use_no_kv_of_old_weights(
         if model == updated.new:
             compared += assert_caches_hold_their_text(llm, [job.prompt for job in turn.values()])
     assert compared > 20
-    assert sum(one.cached_tokens for one in pat_vllm.report(llm).switches[count:]) > 500
+    assert sum(switch.cached_tokens for switch in pat_vllm.report(llm).switches[count:]) > 500
 
 
 def test_nothing_that_happens_between_two_batches_leaves_stale_weights(updated: Updated) -> None:
@@ -369,7 +369,7 @@ def test_requests_wait_for_the_end_of_a_transfer(updated: Updated) -> None:
     """
     llm = updated.llm
     *late, (name, job) = sorted(batch().items())
-    wanted = {one: updated.expected[NEW][one] for one, _ in late}
+    wanted = {request: updated.expected[NEW][request] for request, _ in late}
     wanted |= stock_answers(OLD, {name: job}, how=updated_under_way, **PLAIN)
     for layout in updated.layouts:
         update(llm, OLD)

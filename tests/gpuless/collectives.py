@@ -74,8 +74,8 @@ def _note_peer_access(directory: Path) -> None:
     """What vLLM found when it tried peer access out: every GPU reaches every other."""
     gpus = range(GPUS)
     name = f"gpu_p2p_access_cache_for_{','.join(map(str, gpus))}.json"
-    found = {f"{own}->{other}": True for own in gpus for other in gpus}
-    (directory / name).write_text(json.dumps(found))
+    access = {f"{own}->{other}": True for own in gpus for other in gpus}
+    (directory / name).write_text(json.dumps(access))
 
 
 def _rank(rank: int, num_ranks: int, config: Any, directory: Path) -> None:
@@ -104,13 +104,13 @@ def _follow(children: list[int], directory: Path) -> list[list[Fields]]:
             for rank, child in enumerate(children)
             if os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         }
-        told = [_told(directory / f"events of {rank}") for rank in range(len(children))]
-        stuck = Merge([[Event.read(one) for one in rank] for rank in told]).stuck(ended)
-        if (now_told := sum(map(len, told))) > count:
+        events = [_told(directory / f"events of {rank}") for rank in range(len(children))]
+        stuck = Merge([[Event.read(fields) for fields in rank] for rank in events]).stuck(ended)
+        if (now_told := sum(map(len, events))) > count:
             count, since = now_told, time.monotonic()
             print(f"{count} events", flush=True)
         if len(ended) == len(children) or stuck or time.monotonic() - since > SILENCE:
-            return told
+            return events
         time.sleep(0.2)
 
 

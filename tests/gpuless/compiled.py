@@ -105,11 +105,13 @@ def run_case(case: Case, folder: Path) -> dict[str, Any]:
         result["compiled"] = llm.collective_rpc("compiled")
         for name, switches in SWITCHES.items():
             result["runs"][name] = run(llm, jobs(), before_step=at_steps(llm, switches))
-        switched = [one for one in pat_vllm.report(llm).switches if one.num_seqs]
-        result["switches"] = [[one.source.tp, one.target.tp, one.migrated] for one in switched]
+        switched = [switch for switch in pat_vllm.report(llm).switches if switch.num_seqs]
+        result["switches"] = [
+            [switch.source.tp, switch.target.tp, switch.migrated] for switch in switched
+        ]
         result["compiled after"] = llm.collective_rpc("compiled")
     for name, outcomes in result["runs"].items():
-        result["runs"][name] = {request: asdict(one) for request, one in outcomes.items()}
+        result["runs"][name] = {request: asdict(outcome) for request, outcome in outcomes.items()}
     return result
 
 

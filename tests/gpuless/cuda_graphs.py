@@ -114,12 +114,12 @@ class _Memory:
     size: int
 
     def find(self) -> torch.UntypedStorage:
-        found = torch.UntypedStorage._new_with_weak_ptr(self.storage.cdata)
-        if found is None:
+        storage = torch.UntypedStorage._new_with_weak_ptr(self.storage.cdata)
+        if storage is None:
             raise GraphError(f"a graph uses {self.size} bytes at {self.address:#x}: freed")
-        if (found.data_ptr(), found.nbytes()) != (self.address, self.size):
+        if (storage.data_ptr(), storage.nbytes()) != (self.address, self.size):
             raise GraphError(f"a graph uses {self.size} bytes at {self.address:#x}: now elsewhere")
-        return found
+        return storage
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ class Graph(TorchDispatchMode):
         if self._pool is None:
             raise GraphError("a graph is replayed that was not captured, or was reset")
         self._driver.replayed.append((self._driver.phase, self.number))
-        memory = self._own | {key: one.find() for key, one in self._foreign.items()}
+        memory = self._own | {key: borrowed.find() for key, borrowed in self._foreign.items()}
 
         def take(value: Any) -> Any:
             return value.view(memory[value.memory]) if isinstance(value, _View) else value
@@ -198,8 +198,8 @@ class Graph(TorchDispatchMode):
                 # Graphs of a pool share its memory: nothing is there that was not just computed.
                 torch.empty(0, dtype=torch.uint8).set_(storage).fill_(_GARBAGE)
             for function, args, options, results in self._operations:
-                made = function(*tree_map(take, args), **tree_map(take, options))
-                for old, new in zip(tree_leaves(results), tree_leaves(made), strict=True):
+                outputs = function(*tree_map(take, args), **tree_map(take, options))
+                for old, new in zip(tree_leaves(results), tree_leaves(outputs), strict=True):
                     if isinstance(old, _View) and (kept := take(old)).data_ptr() != new.data_ptr():
                         kept.copy_(new)
 
@@ -231,7 +231,7 @@ class Graph(TorchDispatchMode):
             if (key := _key(tensor)) not in given and key not in self._foreign:
                 self._own.setdefault(key, tensor.untyped_storage())
         self._operations.append(
-            (func, *(tree_map(self._hold, one) for one in (args, kwargs, result)))
+            (func, *(tree_map(self._hold, value) for value in (args, kwargs, result)))
         )
         return result
 

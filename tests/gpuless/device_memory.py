@@ -186,7 +186,7 @@ class GraphPools:
         self.new_handle = itertools.count().__next__
 
     def trim(self) -> None:
-        self.bytes_of = {one: size for one, size in self.bytes_of.items() if self.graphs[one[0]]}
+        self.bytes_of = {key: size for key, size in self.bytes_of.items() if self.graphs[key[0]]}
 
 
 class Graph:

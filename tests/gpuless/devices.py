@@ -100,12 +100,12 @@ class Devices:
 
     def memory_at(self, address: int) -> Memory:
         """The memory that an address of a device is in."""
-        (found,) = (
+        (holder,) = (
             memory
             for memory in (ref() for ref in self._memories.valuerefs())
             if memory is not None and memory.address <= address < memory.address + len(memory)
         )
-        return found
+        return holder
 
     def on_device(self, tensor: torch.Tensor) -> bool:
         memory = self.memory_of(tensor)
@@ -155,33 +155,35 @@ class Devices:
         if not any(on_device):
             here.thread.host.tick()
         actor = current_stream().work() if any(on_device) else here.thread.host
-        made = func(*args, **kwargs)
+        result = func(*args, **kwargs)
         if not func.is_view and not func._schema.name.startswith(_VALUES_UNUSED):
             for tensor, writes in tensors:
                 self.access(actor, tensor, writes)
         if any(on_device):
             written = not func._schema.name.startswith(("aten::empty_like", "aten::new_empty"))
-            made = tree_map_only(
+            result = tree_map_only(
                 torch.Tensor,
-                lambda one: one if self.memory_of(one) else self.hold(one, written=written),
-                made,
+                lambda output: (
+                    output if self.memory_of(output) else self.hold(output, written=written)
+                ),
+                result,
             )
             transfer = func._schema.name == "aten::copy_" and not all(on_device)
             non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
             to_pageable = transfer and self.memory_of(args[0]) is None
             if func._schema.name in _BLOCKING or (transfer and not non_blocking) or to_pageable:
                 current_stream().synchronize()
-        return made
+        return result
 
     def transfer(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """`Tensor.to`."""
         target = kwargs.pop("device", None)
         dtypes = []
-        for one in args:
-            if isinstance(one, str | torch.device):
-                target = one
+        for argument in args:
+            if isinstance(argument, str | torch.device):
+                target = argument
             else:
-                dtypes.append(one)
+                dtypes.append(argument)
         if target == "meta":
             return tensor.to("meta")
         from_device = self.on_device(tensor)
@@ -194,13 +196,13 @@ class Devices:
         actor = current_stream().work()
         self.access(actor, tensor, writes=False)
         if to_device or non_blocking:
-            made = self.hold(values, pinned=not to_device, written=False)
-            self.access(actor, made, writes=True)
+            result = self.hold(values, pinned=not to_device, written=False)
+            self.access(actor, result, writes=True)
         else:
-            made = values
+            result = values
         if not non_blocking:
             current_stream().synchronize()
-        return made
+        return result
 
     def values(self, tensor: torch.Tensor) -> Any:
         """`Tensor.numpy`."""
@@ -251,9 +253,9 @@ def _tensors(
     for i, argument in enumerate(func._schema.arguments):
         value = args[i] if i < len(args) else kwargs.get(argument.name)
         writes = argument.alias_info is not None and argument.alias_info.is_write
-        for one in value if isinstance(value, list | tuple) else [value]:
-            if isinstance(one, torch.Tensor):
-                yield one, writes
+        for element in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(element, torch.Tensor):
+                yield element, writes
 
 
 class _OnCuda(TorchFunctionMode):
@@ -288,8 +290,8 @@ class _OnCuda(TorchFunctionMode):
         if device is None and isinstance(below, DeviceContext) and func in _device_constructors():
             device = below.device
         if pinned or (device is not None and torch.device(device).type == "cuda"):
-            made = func(*args, **kwargs | {"device": "cpu"})
-            return self._devices.hold(made, pinned=pinned, written=func not in _EMPTY)
+            tensor = func(*args, **kwargs | {"device": "cpu"})
+            return self._devices.hold(tensor, pinned=pinned, written=func not in _EMPTY)
         return func(*args, **kwargs)
 
 
@@ -309,9 +311,9 @@ class _Accesses(TorchDispatchMode):
         if torch.is_inference_mode_enabled():
             # Operators that are made of others arrive whole there.
             with self:
-                made = func.decompose(*args, **kwargs)
-            if made is not NotImplemented:
-                return made
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
         return self._devices.operate(func, args, kwargs)
 
 

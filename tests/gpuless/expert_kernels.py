@@ -73,12 +73,12 @@ def launch(
         ids: `[tokens, experts of a token]`.
         sorted_ids: choices by expert; by default each choice has a block of its own.
     """
-    made = torch.zeros((*ids.shape, weight.shape[1]), dtype=x.dtype)
+    output = torch.zeros((*ids.shape, weight.shape[1]), dtype=x.dtype)
     size = ids.numel() * config["BLOCK_SIZE_M"] if sorted_ids is None else sorted_ids.numel()
     fused_moe.invoke_fused_moe_triton_kernel(
         x,
         weight,
-        made,
+        output,
         None,
         None,
         None,
@@ -95,7 +95,7 @@ def launch(
         use_int4_w4a16=False,
         per_channel_quant=False,
     )
-    return made
+    return output
 
 
 def farthest_from_torch() -> float:
@@ -110,9 +110,9 @@ def farthest_from_torch() -> float:
         for view in views(w13, w2, layout.place_of(1)):
             ids = torch.arange(2 * tokens, dtype=torch.int32).view(tokens, 2) % len(view)
             x = torch.randn((tokens, view.shape[2]), generator=generator)
-            made = launch(view, x, ids, config, tl.float32)
+            output = launch(view, x, ids, config, tl.float32)
             wanted = torch.einsum("th,tcnh->tcn", x, view[ids.long()])
-            worst = max(worst, float((made - wanted).abs().max()))
+            worst = max(worst, float((output - wanted).abs().max()))
     return worst
 
 
@@ -124,7 +124,7 @@ def compile_all(capabilities: list[int]) -> dict[int, list[int]]:
     w2 = torch.empty((experts, hidden, intermediate), dtype=torch.bfloat16)
     layouts = [Layout.of(tp, 8, kind) for tp in (2, 4, 8) for kind in KINDS]
     places = {layout.place_of(rank) for layout in layouts for rank in range(8)}
-    found = {}
+    counts = {}
     for capability in capabilities:
         codes: list[set[str]] = []
         spills = 0
@@ -133,9 +133,9 @@ def compile_all(capabilities: list[int]) -> dict[int, list[int]]:
                 for view in itertools.chain(*(views(w13, w2, place) for place in places)):
                     _compile(torch.empty(view.shape, dtype=view.dtype) if copy else view)
             codes.append(set(code))
-            spills += sum(one.spills for one in code.values())
-        found[capability] = [len(codes[0]), len(codes[0] - codes[1]), spills]
-    return found
+            spills += sum(kernel.spills for kernel in code.values())
+        counts[capability] = [len(codes[0]), len(codes[0] - codes[1]), spills]
+    return counts
 
 
 def _compile(weight: torch.Tensor) -> None:

@@ -70,7 +70,7 @@ class Weights:
         return 16
 
     def refresh(self, active: Layout) -> bool:
-        base, *others = (one.runner for one in self.runtimes.values())
+        base, *others = (runtime.runner for runtime in self.runtimes.values())
         for runner in others:
             runner.model.weight.fill_(float(base.model.weight[0, 0]) - base.tp + runner.tp)
         self.arrange(active)

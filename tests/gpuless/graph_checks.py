@@ -32,8 +32,8 @@ def _check_hidden(run: Run, eager: Run) -> None:
         assert _close(hidden, wanted), f"{phase}: {hidden} {wanted}"
 
 
-def _close(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.allclose(one, other, rtol=TOLERANCE, atol=TOLERANCE)
+def _close(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.allclose(tensor, other, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def check_replays(run: Run, eager: Run) -> None:
@@ -56,7 +56,9 @@ def check_own_graphs(run: Run) -> None:
     assert MAX_NUM_SEQS < max(SIZES) <= 2 * MAX_NUM_SEQS, "not all layouts have the same graphs"
 
     graphs = run.graphs
-    assert set(graphs) == {one.number for one in run.driver.captured if one.phase == "starting"}
+    assert set(graphs) == {
+        captured.number for captured in run.driver.captured if captured.phase == "starting"
+    }
     for tp in run.worker.runtimes:
         sizes = {(kind, size) for at, kind, size in graphs.values() if at == tp}
         full = {("FULL", size) for size in SIZES if size <= tp * MAX_NUM_SEQS}
@@ -92,19 +94,23 @@ def check_pools(run: Run) -> None:
     """All graphs share a pool, and a stream of capture. Each layout was measured with graphs in
     another pool, which are gone."""
     gc.collect()
-    thrown_away = [one for one in run.driver.captured if one.phase == "measuring"]
-    kept = [one for one in run.driver.captured if one.phase == "starting"]
+    thrown_away = [captured for captured in run.driver.captured if captured.phase == "measuring"]
+    kept = [captured for captured in run.driver.captured if captured.phase == "starting"]
     assert len(thrown_away) + len(kept) == len(run.driver.captured)
     offloaded = run.worker.vllm_config.use_cumem_cudagraph_pool
     pool = OFFLOADED if offloaded else run.worker.graph_pool
-    assert {one.pool for one in kept} == {pool}
-    assert len({one.stream for one in run.driver.captured}) == 1, "memory is used again on one"
-    assert pool not in {one.pool for one in thrown_away}
-    assert all(one.graph() is not None for one in kept)
-    assert all(one.graph() is None for one in thrown_away)
-    groups = {str(one.layout) for one in run.worker.runtimes.values() if one.layout.tp > 1}
-    measured = {frozenset(each.group for each in one.collectives) for one in thrown_away}
-    assert measured == {frozenset[str](), *(frozenset({one}) for one in groups)}
+    assert {captured.pool for captured in kept} == {pool}
+    assert len({captured.stream for captured in run.driver.captured}) == 1, (
+        "memory is used again on one"
+    )
+    assert pool not in {captured.pool for captured in thrown_away}
+    assert all(captured.graph() is not None for captured in kept)
+    assert all(captured.graph() is None for captured in thrown_away)
+    groups = {
+        str(runtime.layout) for runtime in run.worker.runtimes.values() if runtime.layout.tp > 1
+    }
+    measured = {frozenset(each.group for each in captured.collectives) for captured in thrown_away}
+    assert measured == {frozenset[str](), *(frozenset({group}) for group in groups)}
 
 
 def check_order(start: Callable[[int], Run], ranks: Iterable[int]) -> None:
@@ -116,11 +122,11 @@ def check_order(start: Callable[[int], Run], ranks: Iterable[int]) -> None:
         graphs = run.graphs
         names = {runtime.layout.tp: str(runtime.layout) for runtime in run.worker.runtimes.values()}
         order = []
-        for one in run.driver.captured:
-            if one.phase == "starting":
-                tp, kind, size = graphs[one.number]
-                assert {each.group for each in one.collectives} <= {names[tp]}
-                order.append((tp, kind == "FULL", -size, tuple(one.collectives)))
+        for captured in run.driver.captured:
+            if captured.phase == "starting":
+                tp, kind, size = graphs[captured.number]
+                assert {each.group for each in captured.collectives} <= {names[tp]}
+                order.append((tp, kind == "FULL", -size, tuple(captured.collectives)))
         orders.append(order)
         collectives = {tp: 0 for tp in names}
         for tp, _, _, those in order:

@@ -61,16 +61,16 @@ class Run:
     @property
     def graphs(self) -> dict[int, tuple[int, str, int]]:
         """Layout's tp, kind and number of tokens of each graph that a layout has, by number."""
-        found = {}
+        by_number = {}
         for tp, runtime in self.worker.runtimes.items():
             for description, graph in full_graphs(runtime.runner).items():
-                found[graph.number] = (tp, "FULL", description.num_tokens)
+                by_number[graph.number] = (tp, "FULL", description.num_tokens)
             for description, entry in piecewise_graphs(runtime.runner).entries.items():
                 for part in entry.capture.segments:
                     owner = getattr(part, "__self__", None)
                     if isinstance(owner, Graph):
-                        found[owner.number] = (tp, "PIECEWISE", description.num_tokens)
-        return found
+                        by_number[owner.number] = (tp, "PIECEWISE", description.num_tokens)
+        return by_number
 
     def generate(
         self,

@@ -262,8 +262,8 @@ def _all_experts(
     output = torch.zeros_like(x)
     for expert, (w13, w2) in enumerate(zip(layer.w13_weight, layer.w2_weight, strict=True)):
         gate, up = torch.nn.functional.linear(x, w13).chunk(2, dim=-1)
-        made = torch.nn.functional.linear(torch.nn.functional.silu(gate) * up, w2)
-        output = output + made * (topk_weights * (local == expert)).sum(dim=1, keepdim=True)
+        of_expert = torch.nn.functional.linear(torch.nn.functional.silu(gate) * up, w2)
+        output = output + of_expert * (topk_weights * (local == expert)).sum(dim=1, keepdim=True)
     return output
 
 
@@ -294,8 +294,10 @@ def prepare_process() -> None:
     )
     install(torch.accelerator, setattr, get_memory_info=lambda *args: (60 << 30, 80 << 30))
     # Memory that a graph owns lives as long as the graph.
-    install(breakable, weak_ref_tensor=lambda one: one, weak_ref_tensors=lambda one: one)
-    install(wrapper, weak_ref_tensors=lambda one: one)
+    install(
+        breakable, weak_ref_tensor=lambda tensor: tensor, weak_ref_tensors=lambda tensors: tensors
+    )
+    install(wrapper, weak_ref_tensors=lambda tensors: tensors)
     # They collect garbage again and again, among all that vLLM has imported.
     install(runner_module, freeze_gc_for_cudagraph_capture=no_context)
     install(GPUModelRunner, _freeze_gc=no_context)

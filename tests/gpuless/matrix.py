@@ -102,14 +102,14 @@ def _others(platform: str) -> list[str]:
 
     foreign = ("CPU_", "XPU_") if platform == "rocm" else ("CPU_", "XPU_", "ROCM_")
     return [
-        one.name
-        for one in AttentionBackendEnum
-        if one.name not in (*CUDA, *ROCM, "NO_ATTENTION")
-        and not one.name.startswith(foreign)
-        and one.value
+        backend.name
+        for backend in AttentionBackendEnum
+        if backend.name not in (*CUDA, *ROCM, "NO_ATTENTION")
+        and not backend.name.startswith(foreign)
+        and backend.value
         # Of models that PAT refuses.
-        and "MLA" not in one.name
-        and not one.value.startswith("vllm.models.")
+        and "MLA" not in backend.name
+        and not backend.value.startswith("vllm.models.")
     ]
 
 
@@ -198,7 +198,7 @@ def _keys_of(engine: Any) -> dict[str, tuple[str, bool]]:
     from pat_vllm.config import layouts_of
     from pat_vllm.worker.layout_config import layout_config
 
-    found = {}
+    keys = {}
     for layout in layouts_of(engine):
         config = layout_config(engine, layout)
         config.cache_config.kv_cache_layout = "LBNHC"
@@ -207,8 +207,8 @@ def _keys_of(engine: Any) -> dict[str, tuple[str, bool]]:
         # vLLM adds its own ends of compile ranges once more, stock's configs have them, too.
         compilation = config.compilation_config
         compilation.compile_ranges_endpoints = sorted(set(compilation.compile_ranges_endpoints))
-        found[str(layout)] = key, repr(config) == before
-    return found
+        keys[str(layout)] = key, repr(config) == before
+    return keys
 
 
 def _cases(
@@ -262,8 +262,8 @@ def _serve(engine: Any, runner: str) -> dict[str, Any]:
         config.compilation_config.static_forward_context = context
         current_platform.update_block_size_for_backend(config)
         group: Any = None
-        made = LayoutRuntime(layout, config, group, _runner(runner, config))
-        worker._runtimes[layout] = made
+        layout_runtime = LayoutRuntime(layout, config, group, _runner(runner, config))
+        worker._runtimes[layout] = layout_runtime
     worker._base = next(iter(worker._runtimes.values()))
 
     def activate(runtime: LayoutRuntime) -> None:
@@ -310,17 +310,17 @@ def _compile_ranges(given: list[int] | None) -> dict[int, tuple[Any, Any]]:
 
     def decided(config: Any) -> Any:
         compilation = config.compilation_config
-        ranges = [(one.start, one.end) for one in compilation.get_compile_ranges()]
+        ranges = [(span.start, span.end) for span in compilation.get_compile_ranges()]
         return [ranges, bool(compilation.pass_config.fuse_allreduce_rms)]
 
     engine = engine_config("default", "v2", "gqa", **options)
-    of_engine, found = decided(engine), {}
+    of_engine, by_tp = decided(engine), {}
     for layout in layouts_of(engine):
         stock = {"tensor_parallel_size": layout.tp, "distributed_executor_backend": "mp"}
         static = engine_config("default", "v2", "gqa", **options, **stock)
-        found[layout.tp] = decided(layout_config(engine, layout)), decided(static)
+        by_tp[layout.tp] = decided(layout_config(engine, layout)), decided(static)
     assert decided(engine) == of_engine, "a layout's ranges are no other's"
-    return found
+    return by_tp
 
 
 def engine_config(backend: str, runner: str, model: str, **options: Any) -> Any:

@@ -96,11 +96,11 @@ class MetaDevice(TorchDispatchMode):
         if func.namespace.startswith("_") and not func._schema.returns:
             launched[func.name()] += 1
             return None
-        made = func(*map(on_meta, args), **kwargs)
-        for one in made if isinstance(made, (tuple, list)) else (made,):
-            if is_counted(one):
-                self._count(one.untyped_storage())
-        return made
+        result = func(*map(on_meta, args), **kwargs)
+        for output in result if isinstance(result, (tuple, list)) else (result,):
+            if is_counted(output):
+                self._count(output.untyped_storage())
+        return result
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
@@ -161,8 +161,14 @@ def _read(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return torch.empty(0, tensor.dim(), dtype=torch.int64, device=META)
     if name in ("_to_copy", "to", "cpu"):
         given = [*rest, *kwargs.values()]
-        to_host = [one for one in given if isinstance(one, torch.device) and one.type == "cpu"]
+        to_host = [
+            argument
+            for argument in given
+            if isinstance(argument, torch.device) and argument.type == "cpu"
+        ]
         if name == "cpu" or to_host:
-            dtype = next((one for one in given if isinstance(one, torch.dtype)), tensor.dtype)
+            dtype = next(
+                (argument for argument in given if isinstance(argument, torch.dtype)), tensor.dtype
+            )
             return torch.zeros(tensor.shape, dtype=dtype)
     return None

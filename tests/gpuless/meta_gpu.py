@@ -287,8 +287,8 @@ def imitate_kernels(memory: MetaDevice) -> None:
                 raise
             if name == "get_cuda_view_from_cpu_tensor":
                 return memory.view_of_host
-            made = partial(_product, name) if name in _PRODUCTS else None
-            return mock.MagicMock(side_effect=made or partial(launch, f"{self.name}.{name}"))
+            product = partial(_product, name) if name in _PRODUCTS else None
+            return mock.MagicMock(side_effect=product or partial(launch, f"{self.name}.{name}"))
 
     namespace.__getattr__ = lookup
 

@@ -111,7 +111,7 @@ class Trainer:
         self._devices = devices
         self._clock: dict[str, int] = {}
         with unseen():
-            self._rest = torch.cat([one.reshape(-1).view(torch.uint8) for one in tensors])
+            self._rest = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
 
     def broadcast(self, tensor: torch.Tensor, src: int, stream: Stream | None = None) -> None:
         """The next bytes arrive, on the current stream unless told otherwise."""

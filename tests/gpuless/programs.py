@@ -121,7 +121,7 @@ def program(module: str, parameter: str, **environment: Any) -> Any:
         items = [item for item in request.session.items if item.path == request.path]
         calls = [item.callspec.params for item in items if hasattr(item, "callspec")]
         asked_for = dict.fromkeys(call[parameter] for call in calls if parameter in call)
-        with running(module, tmp_path_factory.mktemp(module), *asked_for, **environment) as one:
-            yield one
+        with running(module, tmp_path_factory.mktemp(module), *asked_for, **environment) as process:
+            yield process
 
     return started

@@ -66,7 +66,7 @@ def checkpoint(factor: float = 1.0) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors that a trainer sends, or that lie on disk: name, whole tensor."""
     for name, case in LAYERS_OF_WEIGHTS.items():
         for i, (_, _, shape) in sorted(
-            enumerate(case.checkpoint), key=lambda one: math.prod(one[1][2])
+            enumerate(case.checkpoint), key=lambda item: math.prod(item[1][2])
         ):
             generator = torch.Generator().manual_seed(i)
             yield f"{name}/{i}", factor * torch.randn(shape, generator=generator)
@@ -168,8 +168,10 @@ class Worker(PATWorkerMixin, Stock):  # type: ignore[misc]
         with _reload:
             initialize_layerwise_reload(model)
             packed_nccl_broadcast_consumer(
-                iterator=iter([(name, (list(one.shape), one.dtype)) for name, one in weights]),
-                group=Trainer(self.devices, [one for _, one in weights]),
+                iterator=iter(
+                    [(name, (list(tensor.shape), tensor.dtype)) for name, tensor in weights]
+                ),
+                group=Trainer(self.devices, [tensor for _, tensor in weights]),
                 src=0,
                 post_unpack_func=functools.partial(load_weights, model),
                 buffer_size_bytes=A_LAYER,

@@ -39,8 +39,8 @@ class Event:
 
     def meets(self, other: Event) -> bool:
         """Whether the two are one call, on two ranks."""
-        mine = self.kind, self.group, self.ranks, self.detail
-        return mine == (other.kind, other.group, other.ranks, other.detail)
+        own = self.kind, self.group, self.ranks, self.detail
+        return own == (other.kind, other.group, other.ranks, other.detail)
 
 
 class Merge:

@@ -71,17 +71,19 @@ def kv_is_right(heads_first: bool) -> bool:
         view = memory.view(BLOCKS, TOKENS, HEADS, CONTENT).transpose(1, 2)
     blocks = kv.TableBlocks([[(range(BLOCKS - 1, -1, -1), range(HEADS))]], view)
     assert blocks.counts == [WORDS]
-    runs = [view[BLOCKS - 1 - one // HEADS, one % HEADS] for one in PROGRAMS]
-    parts = [staged[one * RUN : (one + 1) * RUN].view(TOKENS, CONTENT) for one in PROGRAMS]
+    runs = [view[BLOCKS - 1 - program // HEADS, program % HEADS] for program in PROGRAMS]
+    parts = [
+        staged[program * RUN : (program + 1) * RUN].view(TOKENS, CONTENT) for program in PROGRAMS
+    ]
     kernel, right = device.copy_runs_kernel, True
     device.copy_runs_kernel = Some(kernel)
     try:
-        for one in runs:
-            one.random_()
+        for run in runs:
+            run.random_()
         blocks.pack(view, staged)
         right &= all(map(torch.equal, runs, parts))
-        for one in parts:
-            one.random_()
+        for part in parts:
+            part.random_()
         blocks.unpack([staged], view)
         right &= all(map(torch.equal, runs, parts))
     finally:
@@ -96,9 +98,9 @@ def swap_is_right() -> bool:
     last = len(tensor) - 2
     places = {0: last, last - 4: last - 2}
     rows = [tensor[start : start + 2] for start in chain(places, places.values())]
-    for one in rows:
-        one.random_()
-    before = [one.clone() for one in rows]
+    for row in rows:
+        row.random_()
+    before = [row.clone() for row in rows]
     swap.prepare([[swap.RowSwap(tensor, a, b, 2) for a, b in places.items()]]).run()
     half = len(places)
     return all(map(torch.equal, rows, before[half:] + before[:half]))

@@ -41,7 +41,7 @@ def sizes_of(config: Any) -> tuple[list[int], int]:
 
 def largest_sizes(engine: Any) -> dict[int, int]:
     """By tp."""
-    return {one.tp: sizes_of(layout_config(engine, one))[1] for one in layouts_of(engine)}
+    return {layout.tp: sizes_of(layout_config(engine, layout))[1] for layout in layouts_of(engine)}
 
 
 def test_sizes_are_those_of_stock_vllm() -> None:
@@ -64,14 +64,14 @@ def test_a_default_start_costs_little_more_than_stock(model: dict[str, Any]) -> 
             (), max_num_seqs=seqs, max_num_batched_tokens=tokens, max_model_len=40960
         )
         load = Load.usual(seqs, 8, shape.max_model_len)
-        found = choose(model, PATConfig(), shape, 8, GPUS["H100"].device, load=load)
-        engine = engine_config(seqs, tokens, {}, **found.options | {"experts": "auto"})
+        choice = choose(model, PATConfig(), shape, 8, GPUS["H100"].device, load=load)
+        engine = engine_config(seqs, tokens, {}, **choice.options | {"experts": "auto"})
         kept = layouts_of(engine)
         limits = limits_of(engine, kept[-1])
         stock = engine_config(limits.max_num_seqs, limits.max_num_batched_tokens, {})
-        captured = [len(sizes_of(layout_config(engine, one))[0]) for one in kept]
+        captured = [len(sizes_of(layout_config(engine, layout))[0]) for layout in kept]
         assert sum(captured) <= 2.5 * len(sizes_of(stock)[0])
-        assert sum(1 if one.tp == 1 else 2 for one in kept) <= 2.5 * 2
+        assert sum(1 if layout.tp == 1 else 2 for layout in kept) <= 2.5 * 2
 
 
 def test_a_users_sizes_stay() -> None:
@@ -106,10 +106,10 @@ def test_limits_are_the_layouts_own() -> None:
     scheduler.max_num_active_seqs, scheduler.max_num_scheduled_tokens = 10, 512
     before = copy.deepcopy(scheduler)
     for layout in layouts_of(engine):
-        found = layout_config(engine, layout).scheduler_config
-        assert found is not scheduler
-        assert (found.max_num_seqs, found.max_num_active_seqs) == (16 * layout.tp, 10 * layout.tp)
-        assert found.max_num_batched_tokens == found.max_num_scheduled_tokens == 512 * layout.tp
+        limits = layout_config(engine, layout).scheduler_config
+        assert limits is not scheduler
+        assert (limits.max_num_seqs, limits.max_num_active_seqs) == (16 * layout.tp, 10 * layout.tp)
+        assert limits.max_num_batched_tokens == limits.max_num_scheduled_tokens == 512 * layout.tp
     assert scheduler == before
     for layout in layouts_of(engine):
         engine.additional_config["pat"] = {"limits_per": "replica"}

@@ -41,9 +41,9 @@ def check_order(events: Events) -> None:
 def check_devices(events: Events) -> None:
     """Each rank has its device, and asks for what its group's devices can do."""
     size = len(events)
-    for rank, mine in enumerate(events):
+    for rank, of_rank in enumerate(events):
         own = device_of(rank, size)
-        for event in mine:
+        for event in of_rank:
             devices = [device_of(member, size) for member in event.ranks]
             if event.kind == "links":
                 assert list(event.devices) == devices, event
@@ -57,22 +57,22 @@ def check_devices(events: Events) -> None:
 def check_constructors(events: Events) -> None:
     """Each layout's group has its communicators, which are made at start."""
     size = len(events)
-    for rank, mine in enumerate(events):
-        made = [event for event in mine if event.constructs]
-        assert {event.phase for event in made} == {"start"}, made[-1]
+    for rank, of_rank in enumerate(events):
+        constructed = [event for event in of_rank if event.constructs]
+        assert {event.phase for event in constructed} == {"start"}, constructed[-1]
         expected = [Layout.of(tp, size) for tp in (2, 4, 8) if tp <= size]
-        groups = {tuple(one.ranks_of(one.replica_of(rank))) for one in expected}
+        groups = {tuple(layout.ranks_of(layout.replica_of(rank))) for layout in expected}
         for kind in PER_GROUP:
-            assert {event.ranks for event in made if event.kind == kind} == groups, kind
+            assert {event.ranks for event in constructed if event.kind == kind} == groups, kind
 
 
 def check_kinds(events: Events) -> None:
     """Every way of an all-reduce is there, and every question about devices."""
     ways = {f"{way} all-reduce" for way in ("FlashInfer", "NCCL", "custom")}
-    for mine in events:
-        assert {event.kind for event in mine} >= {*PER_GROUP, *ways, "peer access", "links"}
-        switches = {event.phase for event in mine if event.phase.startswith("switch")}
-        moved = {event.phase for event in mine if event.kind == "all_to_all_single"}
+    for of_rank in events:
+        assert {event.kind for event in of_rank} >= {*PER_GROUP, *ways, "peer access", "links"}
+        switches = {event.phase for event in of_rank if event.phase.startswith("switch")}
+        moved = {event.phase for event in of_rank if event.kind == "all_to_all_single"}
         assert moved >= switches != set()
 
 

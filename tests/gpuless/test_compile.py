@@ -76,10 +76,12 @@ def check_outputs(result: Result, plain: Result) -> None:
         for name, outcome in outcomes.items():
             for reference in references:
                 assert outcome["token_ids"] == reference[name]["token_ids"], (run, name)
-            found = zip(
-                outcome["logprobs"], *(one[name]["logprobs"] for one in references), strict=True
+            logprobs = zip(
+                outcome["logprobs"],
+                *(reference[name]["logprobs"] for reference in references),
+                strict=True,
             )
-            apart = [min(abs(one - other) for other in others) for one, *others in found]
+            apart = [min(abs(own - other) for other in others) for own, *others in logprobs]
             # No request generates fewer than 12 tokens.
             assert len(apart) >= 12 and max(apart) <= TOLERANCE, (run, name, apart)
 

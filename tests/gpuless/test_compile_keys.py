@@ -88,7 +88,7 @@ def test_other_weights_have_other_artifacts() -> None:
         {key for (layout, _), (key, _) in artifacts_of(engine).items() if layout.tp == 2}
         for engine in engines
     ]
-    assert [len(one) for one in keys] == [1] * len(engines)
+    assert [len(of_engine) for of_engine in keys] == [1] * len(engines)
     assert len(set.union(*keys)) == len(engines)
 
 
@@ -102,8 +102,8 @@ def test_what_changes_no_code_changes_no_key() -> None:
         engine_config(layouts=[1, 4], launcher="mp", experts="both"),
     ]
     same[1].additional_config["pat_chosen"] = "these"
-    hashes = [[config.compute_hash() for config in configs_of(one).values()] for one in same]
-    assert all(one == hashes[0] for one in hashes)
+    hashes = [[config.compute_hash() for config in configs_of(engine).values()] for engine in same]
+    assert all(of_engine == hashes[0] for of_engine in hashes)
     assert len(set(hashes[0])) == 2, "one for each layout"
     others = [
         engine_config(layouts=[1, 2, 4]),
@@ -112,18 +112,18 @@ def test_what_changes_no_code_changes_no_key() -> None:
     ]
     others[-1].additional_config["another_plugin"] = 1
     for other in others:
-        assert not {*hashes[0]} & {one.compute_hash() for one in configs_of(other).values()}
+        assert not {*hashes[0]} & {config.compute_hash() for config in configs_of(other).values()}
 
 
 def test_what_compiling_writes_down_stays_in_the_layout() -> None:
     """vLLM keeps folders, files, times and layers of the compiled model in its config."""
     engine = engine_config()
-    one, *others = configs_of(engine).values()
+    first, *others = configs_of(engine).values()
     before = [repr(vars(other.compilation_config)) for other in (engine, *others)]
-    mine = one.compilation_config
-    mine.cache_dir = "/where/one/is"
-    mine.traced_files.add("model.py")
-    mine.static_forward_context["layer"] = object()
-    mine.inductor_compile_config["pass"] = object()
-    mine.pass_config.eliminate_noops = not mine.pass_config.eliminate_noops
+    compilation = first.compilation_config
+    compilation.cache_dir = "/where/one/is"
+    compilation.traced_files.add("model.py")
+    compilation.static_forward_context["layer"] = object()
+    compilation.inductor_compile_config["pass"] = object()
+    compilation.pass_config.eliminate_noops = not compilation.pass_config.eliminate_noops
     assert [repr(vars(other.compilation_config)) for other in (engine, *others)] == before

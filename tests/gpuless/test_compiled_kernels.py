@@ -91,28 +91,28 @@ def kv_code(
     sizes: tuple[int, ...] = (1, 2, 4, 8),
 ) -> list[Code]:
     """Of all launches that KV caches need, in the layouts of these tps."""
-    with compiled_for(capability) as found:
+    with compiled_for(capability) as kernels:
         for case in itertools.product(models, dtypes, KV_LAYOUTS, block_sizes):
             for view in layer_views(*case, sizes):
                 pack_and_unpack(view)
-    return list(found.values())
+    return list(kernels.values())
 
 
 def slot_code(capability: int) -> list[Code]:
     """Of all launches that slots of Qwen3-Next need, with all key heads on a rank and with two."""
-    with compiled_for(capability) as found:
+    with compiled_for(capability) as kernels:
         for tp in (1, 8):
             shapes = MambaStateShapeCalculator.gated_delta_net_state_shape(tp, 16, 32, 128, 128, 4)
             spec = MambaSpec(block_size=16, shapes=shapes, dtypes=(torch.bfloat16, torch.float32))
             pages = torch.zeros(NUM_BLOCKS, 1, 1, spec.page_size_bytes, dtype=torch.int8)
             for segment in LinearAttention.segments(spec, pages):
                 pack_and_unpack(_words(segment))
-    return list(found.values())
+    return list(kernels.values())
 
 
 def swap_code(capability: int) -> list[Code]:
     """Of swaps of rows in the widest and the narrowest weights; all go through the kernel."""
-    with compiled_for(capability) as found, pytest.MonkeyPatch.context() as patch:
+    with compiled_for(capability) as kernels, pytest.MonkeyPatch.context() as patch:
         patch.setattr(swap, "_on_gpu", lambda tensor: True)
         for model in MODELS:
             for dtype in DTYPES:
@@ -120,9 +120,9 @@ def swap_code(capability: int) -> list[Code]:
                     weight = torch.empty(2 * model.head_dim, width, dtype=dtype)
                     rows = swap.RowSwap(weight, 0, model.head_dim, model.head_dim // 2)
                     prepared = swap.prepare([[rows]])
-                    assert all(isinstance(one, swap._KernelRound) for one in prepared._steps)
+                    assert all(isinstance(step, swap._KernelRound) for step in prepared._steps)
                     prepared.run()
-    return list(found.values())
+    return list(kernels.values())
 
 
 def check(codes: list[Code]) -> None:
@@ -142,7 +142,7 @@ def check(codes: list[Code]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "capability"), [*((LLAMA_8B, one) for one in CAPABILITIES), (ODD, 90)]
+    ("model", "capability"), [*((LLAMA_8B, capability) for capability in CAPABILITIES), (ODD, 90)]
 )
 def test_kv_kernels(model: ModelSize, capability: int) -> None:
     """In a layout in which a rank has all KV heads, and in one with one of them."""
@@ -165,7 +165,7 @@ def test_swaps_of_all_models(capability: int) -> None:
 def test_drafters(capability: int) -> None:
     """One code for all lengths of texts. Neighbouring threads read neighbouring places: no access
     of more than a token for each."""
-    with compiled_for(capability) as found:
+    with compiled_for(capability) as kernels:
         for states, longest, longest_other in ((1, 512, 0), (256, 32768, 1 << 17)):
             tokens = torch.empty(states, longest, dtype=torch.int32)
             blocks = suffix.score_blocks(longest, longest_other)
@@ -181,8 +181,8 @@ def test_drafters(capability: int) -> None:
                 drafts=torch.zeros(states, 8, dtype=torch.int64),
                 shortest=2,
             )
-    assert sorted(code.kernel for code in found.values()) == ["draft_kernel", "score_kernel"]
-    for code in found.values():
+    assert sorted(code.kernel for code in kernels.values()) == ["draft_kernel", "score_kernel"]
+    for code in kernels.values():
         assert code.local_bytes == code.spills == 0, code
         assert code.registers <= MOST_REGISTERS, code
 

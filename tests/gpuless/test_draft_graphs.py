@@ -121,16 +121,18 @@ def check_every_length(engine: VllmConfig, largest: dict[int, int] | None = None
         for drafts in LENGTHS:
             stock = stock_manager(drafts, max_num_seqs)
             for batch in range(1, (largest or {}).get(tp, max_num_seqs) + 1):
-                wanted, found = (dispatched(one, batch, drafts) for one in (stock, manager))
-                seen = f"tp={tp}: {batch} requests with {drafts} drafts: {found}, not {wanted}"
+                wanted, got = (
+                    dispatched(dispatcher, batch, drafts) for dispatcher in (stock, manager)
+                )
+                seen = f"tp={tp}: {batch} requests with {drafts} drafts: {got}, not {wanted}"
                 # No graph is larger than vLLM's limit.
                 assert wanted.cg_mode == FULL or batch * (1 + drafts) > 480
-                assert found.cg_mode.value >= wanted.cg_mode.value, seen
+                assert got.cg_mode.value >= wanted.cg_mode.value, seen
                 if wanted.cg_mode == FULL:
-                    assert found.uniform_token_count == 1 + drafts, seen
-                    assert found.num_reqs < batch + 16, seen
+                    assert got.uniform_token_count == 1 + drafts, seen
+                    assert got.num_reqs < batch + 16, seen
                 if wanted.cg_mode == FULL and drafts in (0, LONGEST):
-                    assert found.num_tokens <= wanted.num_tokens, seen
+                    assert got.num_tokens <= wanted.num_tokens, seen
 
 
 def test_every_draft_length_has_graphs_in_every_layout() -> None:
@@ -194,8 +196,8 @@ def test_the_tokens_of_model_runner_v1_on_the_device_are_there_once() -> None:
     for order in ((4, 2), (2, 4)):
         host, other = (SimpleNamespace(token_ids_gpu_tensor=torch.zeros(n, 8)) for n in order)
         handover.share(host, other)
-        shared = [one.token_ids_gpu_tensor for one in (host, other)]
-        assert [len(one) for one in shared] == [*order]
+        shared = [runner.token_ids_gpu_tensor for runner in (host, other)]
+        assert [len(tokens) for tokens in shared] == [*order]
         assert shared[0].data_ptr() == shared[1].data_ptr()
     handover.share(SimpleNamespace(), other := SimpleNamespace())
     assert not vars(other), "a drafter on the host has none"

@@ -21,9 +21,9 @@ def test_products_with_views_are_those_of_torch() -> None:
 def check_code(*capabilities: int) -> None:
     """Of Qwen3-30B-A3B's experts on up to 8 GPUs: strides cost no wide access and no register."""
     printed = in_process(PROGRAM, {"CAPABILITIES": json.dumps(capabilities)})
-    found = json.loads(printed.splitlines()[-1])
-    assert [int(one) for one in found] == list(capabilities)
-    for num_codes, of_views_only, spills in found.values():
+    counts = json.loads(printed.splitlines()[-1])
+    assert [int(capability) for capability in counts] == list(capabilities)
+    for num_codes, of_views_only, spills in counts.values():
         assert num_codes > 0 and of_views_only == spills == 0
 
 

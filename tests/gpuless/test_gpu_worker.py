@@ -52,7 +52,7 @@ def engine(
 
 def models(engine: Engine) -> dict[int, Any]:
     """By tp."""
-    return {layout.tp: one.runner.model for layout, one in engine.worker._runtimes.items()}
+    return {layout.tp: runtime.runner.model for layout, runtime in engine.worker._runtimes.items()}
 
 
 NEEDS = {
@@ -104,16 +104,16 @@ def test_kv_cache_as_a_user_says(
     """Without an estimate for CUDA graphs, in so many bytes, or in all that one layout leaves."""
     imitate_gpus(monkeypatch, device, runner)
     worker = load_worker()
-    found = {}
+    available = {}
     for estimate in "01":
         monkeypatch.setenv("VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS", estimate)
-        found[estimate] = worker.determine_available_memory()
+        available[estimate] = worker.determine_available_memory()
     graphs, staged = max(Runner.needs.graphs.values()), staged_by_switches(worker._runtimes)
     tables = 4 * TABLES * len(LAYOUTS)  # which stay
-    assert graphs / (1 + staged) - 1 <= found["0"] - found["1"] <= graphs + tables
+    assert graphs / (1 + staged) - 1 <= available["0"] - available["1"] <= graphs + tables
     worker._migrates = False
     monkeypatch.setattr("pat_vllm.worker.gpu_worker.staged_by_switches", lambda of: 1 / 0)
-    assert worker.determine_available_memory() >= found["1"], "no switch stages KV"
+    assert worker.determine_available_memory() >= available["1"], "no switch stages KV"
     worker.cache_config.kv_cache_memory_bytes = MiB
     assert worker.determine_available_memory() == MiB
     worker.cache_config.kv_cache_memory_bytes = 1
@@ -128,15 +128,15 @@ def test_kv_cache_as_a_user_says(
 
 def test_what_layouts_share_is_there_once(device: DeviceMemory, engine: Engine) -> None:
     """No pool keeps what was freed when layouts took the widest one's, which is the largest."""
-    needed = sum(t.nbytes for one in models(engine).values() for t in one.state_dict().values())
+    needed = sum(t.nbytes for model in models(engine).values() for t in model.state_dict().values())
     needed += 4 * engine.worker._base.runner.counters * LAYOUTS[-1].tp
     assert device.used("weights") == needed
-    weights = sum(one.weight.nbytes for one in models(engine).values())
+    weights = sum(model.weight.nbytes for model in models(engine).values())
     assert engine.worker._base.runner.model_memory_usage == weights
     kept = device.used("runtime") + device.used("cudagraph")
     engine.sleep(level=1)
     backed = [data.cpu_backup_tensor for data in device.allocator.pointer_to_data.values()]
-    assert sum(one.nbytes for one in backed if one is not None) == needed + kept
+    assert sum(backup.nbytes for backup in backed if backup is not None) == needed + kept
 
 
 def test_a_process_is_titled_by_its_rank_among_all(
@@ -186,9 +186,9 @@ def test_parameters_that_survive_a_sleep_are_the_base_layout_s(
 def addresses(engine: Engine) -> list[int]:
     """Of what CUDA graphs have captured: weights, buffers and KV of every layout."""
     runtimes = engine.worker._runtimes.values()
-    views = [view for one in runtimes for view in one.connector.kv_caches.values()]
-    weights = [each for one in models(engine).values() for each in one.state_dict().values()]
-    return [one.data_ptr() for one in (*views, *weights)]
+    views = [view for runtime in runtimes for view in runtime.connector.kv_caches.values()]
+    weights = [each for model in models(engine).values() for each in model.state_dict().values()]
+    return [tensor.data_ptr() for tensor in (*views, *weights)]
 
 
 def any_order(device: DeviceMemory, engine: Engine, seed: int) -> None:
@@ -222,7 +222,7 @@ def any_order(device: DeviceMemory, engine: Engine, seed: int) -> None:
             updates, lost = updates + 1, False
             engine.update(updates)
         elif do == "switch" and not asleep:
-            engine.switch_to(rng.choice([one for one in LAYOUTS if one != engine.layout]))
+            engine.switch_to(rng.choice([layout for layout in LAYOUTS if layout != engine.layout]))
         elif do == "step" and not asleep and not lost:
             engine.step()
 
@@ -231,7 +231,9 @@ def any_order(device: DeviceMemory, engine: Engine, seed: int) -> None:
         for tag, size in kept.items():
             assert device.used(tag) == (0 if deep else size), (do, tag)
         if "weights" not in engine.sleeping_tags:
-            assert all(bool((one.cache == 10.0 + tp).all()) for tp, one in models(engine).items())
+            assert all(
+                bool((model.cache == 10.0 + tp).all()) for tp, model in models(engine).items()
+            )
             base = worker._base.runner
             assert lost or bool((base.model.weight == base.expected).all()), do
         else:
@@ -257,11 +259,11 @@ def test_shutdown(
     worker = engine.worker
     if active:
         engine.switch_to(LAYOUTS[active])
-    runners = [one.runner for one in worker._runtimes.values()]
+    runners = [runtime.runner for runtime in worker._runtimes.values()]
     at_release: list[Any] = []
 
     def release() -> None:
-        at_release.append([one.is_shut_down for one in runners])
+        at_release.append([runner.is_shut_down for runner in runners])
         at_release.append(device.referred_to("kv_cache"))
 
     monkeypatch.setattr(device.allocator, "release_pools", release)

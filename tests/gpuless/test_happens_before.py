@@ -184,7 +184,7 @@ def test_a_call_in_every_layout(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_loading(make: Callable[[], Any]) -> None:
     """The base layout is loaded from disk; the others' weights are copies or views of its."""
     strategy, rank = make(), LOADED_RANK
-    models = {one.tp: rank_worker.empty_model(one.tp, rank) for one in LAYOUTS}
+    models = {layout.tp: rank_worker.empty_model(layout.tp, rank) for layout in LAYOUTS}
     wanted = {tp: rank_worker.expected(tp, rank) for tp in models}
     with imitated(RANKS) as devices, devices.on(rank):
         for model in models.values():
@@ -220,10 +220,10 @@ def test_outputs() -> None:
             count = torch.ones(2, dtype=torch.int32, device=CUDA)
             output = SamplerOutput(sampled, None, None, count, count)
             result = ModelRunnerOutput(["a", "b"], {"a": 0, "b": 1})
-            made = AsyncOutput(result, output, count, main, copies, False, None)
+            async_output = AsyncOutput(result, output, count, main, copies, False, None)
             del sampled, count, output
-            ends._answer(made, None)
-            del made
+            ends._answer(async_output, None)
+            del async_output
             succeeded, answer = replies.get(timeout=30)
             assert succeeded and answer.output.sampled_token_ids == [[step], [step]], answer
             del answer, result

@@ -34,11 +34,11 @@ def base_config(
     config = VllmConfig()
     config.cache_config.kv_cache_layout = kv_layout.name
     names = [f"layers.{i}" for i in range(num_layers)]
-    made: KVCacheConfig = planning.get_kv_cache_config_from_groups(
+    kv_cache_config: KVCacheConfig = planning.get_kv_cache_config_from_groups(
         config, [KVCacheGroupSpec(names, spec)], spec.page_size_bytes * num_layers * num_blocks
     )
-    made.kv_cache_layout = kv_layout.name
-    return made
+    kv_cache_config.kv_cache_layout = kv_layout.name
+    return kv_cache_config
 
 
 def cells(config: KVCacheConfig, kv_layout: KVCacheLayout) -> dict[str, list[list[int]]]:

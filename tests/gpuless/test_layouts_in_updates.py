@@ -68,7 +68,7 @@ def test_layouts_wait_for_whole_weights() -> None:
 
     def whole() -> bool:
         rows = zip(base.parameters(), other.parameters(), strict=True)
-        return all(bool((mine[:1] == theirs).all()) for mine, theirs in rows)
+        return all(bool((own[:1] == theirs).all()) for own, theirs in rows)
 
     record_metadata_for_reloading(base)
     for value in (1.0, 2.0):

@@ -68,7 +68,7 @@ def check_case(case: dict[str, Any]) -> None:
     if backend in REFUSED:
         refused_by, *said = REFUSED[backend]
         assert case.get("refused_by") == refused_by, case
-        assert all(one in case["refused"] for one in said), case
+        assert all(phrase in case["refused"] for phrase in said), case
         return
     if "refused" in case:
         # vLLM itself says so, and that another one is needed.
@@ -115,17 +115,17 @@ def test_a_default_start_and_every_other_backend(lines: Lines, platform: str) ->
 def test_blocks_of_flashinfer(lines: Lines, platform: str, size: int) -> None:
     """Large on Blackwell, where it says other sizes with a config than without."""
     case = {"backend": "FLASHINFER", "runner": "v2", "model": "large blocks"}
-    (found,) = of(lines, platform=platform, **case)
-    assert found["kernel_blocks"] == [size]
+    (row,) = of(lines, platform=platform, **case)
+    assert row["kernel_blocks"] == [size]
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)
 def test_what_slows_experts_is_said(lines: Lines, platform: str) -> None:
-    (found,) = of(lines, what=MIXTURE, platform=platform)
-    *other, untuned = found["lines"]
+    (row,) = of(lines, what=MIXTURE, platform=platform)
+    *other, untuned = row["lines"]
     assert "tp2dp4ep (E=64, N=768)" in untuned and "tp8" not in untuned
-    assert (platform == "sm100") == (found["stock"] != "TRITON") == bool(other), found
-    assert all(found["stock"] in line for line in other)
+    assert (platform == "sm100") == (row["stock"] != "TRITON") == bool(other), row
+    assert all(row["stock"] in line for line in other)
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)

@@ -39,7 +39,7 @@ def run_on(version: str, tests: Sequence[str], folder: Path, v2: bool = False) -
     # Without conftest.py, which keeps in mind what passes on the vLLM that is installed.
     command = [sys.executable, "-m", "pytest", "-v", "--noconftest", "-p", "no:cacheprovider"]
     child = Child(
-        [*command, "-p", "python_files", *(f"tests/{one}" for one in tests)],
+        [*command, "-p", "python_files", *(f"tests/{test}" for test in tests)],
         folder / "log",
         silence=600,
         cwd=ROOT,

@@ -20,7 +20,7 @@ FILES = [
 def test_what_is_listed_is_replaced() -> None:
     """Some file names the attribute and what has it."""
     words = [set(re.findall(r"\w+", path.read_text())) for path in FILES]
-    unused = [key for key in REASONS if not any(set(parts(key)) <= found for found in words)]
+    unused = [key for key in REASONS if not any(set(parts(key)) <= of_file for of_file in words)]
     assert not unused
 
 
@@ -52,7 +52,7 @@ def replaced_elsewhere(source: str) -> list[str]:
                 return text.startswith("vllm.")
         return False
 
-    found = []
+    lines = []
     for node in nodes:
         match node:
             case ast.ImportFrom(module=str(module)) if module.split(".")[0] == "vllm":
@@ -64,12 +64,12 @@ def replaced_elsewhere(source: str) -> list[str]:
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
                 inside = [each for target in targets for each in ast.walk(target)]
                 if any(isinstance(each, ast.Attribute) and is_vllm(each) for each in inside):
-                    found.append(f"line {node.lineno}")
+                    lines.append(f"line {node.lineno}")
                 elif isinstance(node.value, ast.AST) and is_vllm(node.value):
                     of_vllm |= {each.id for each in targets if isinstance(each, ast.Name)}
             case ast.Call(func=ast.Attribute(ast.Call(ast.Name("vars"), [owner]), "update")):
-                found += [f"line {node.lineno}"] * is_vllm(owner)
+                lines += [f"line {node.lineno}"] * is_vllm(owner)
             case ast.Call(func=ast.Name(name) | ast.Attribute(attr=name), args=[owner, *_]):
                 puts = name in ("setattr", "object", "patch", "delattr")
-                found += [f"line {node.lineno}"] * (puts and is_vllm(owner))
-    return found
+                lines += [f"line {node.lineno}"] * (puts and is_vllm(owner))
+    return lines

@@ -97,7 +97,10 @@ def test_layouts_share_input_embeddings() -> None:
     host: Any = RunnerV1()
 
     def shared(buffer: Any) -> bool:
-        pairs = [(one.cpu.data_ptr(), one.gpu.data_ptr()) for one in (buffer, host.inputs_embeds)]
+        pairs = [
+            (embeds.cpu.data_ptr(), embeds.gpu.data_ptr())
+            for embeds in (buffer, host.inputs_embeds)
+        ]
         return pairs[0] == pairs[1]
 
     for tokens in (32, 16, 64):
@@ -137,7 +140,7 @@ def test_on_cpu_a_switch_has_room(monkeypatch: pytest.MonkeyPatch, given_bytes: 
     model = SimpleNamespace(get_total_num_kv_heads=lambda: 8)
     config = SimpleNamespace(additional_config={}, model_config=model)
     worker._runtimes = {
-        one: SimpleNamespace(config=config, runner=runner, layout=one) for one in LAYOUTS
+        layout: SimpleNamespace(config=config, runner=runner, layout=layout) for layout in LAYOUTS
     }
     worker.cache_config = SimpleNamespace(kv_cache_memory_bytes=given_bytes)
     kv = worker.determine_available_memory()

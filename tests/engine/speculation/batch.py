@@ -94,14 +94,16 @@ class Walk:
             assert pat_vllm.switch(self._llm, tp=self.left.pop(0))
         elif self._inside_a_run() and self.left and step >= self._due:
             self._due = step + self._rng.randint(1, 3)
-            before = {name_of(one): one.num_output_tokens for one in requests_of(self._llm)}
+            before = {
+                name_of(request): request.num_output_tokens for request in requests_of(self._llm)
+            }
             if self._in_flight:
                 start_step(self._llm)
             dropped = switch(self._llm, tp=self.left.pop(0))
             assert dropped or self._in_flight
             self.dropped += sum(map(len, dropped.values()))
-            for one in requests_of(self._llm):
-                self.verified += max(0, one.num_output_tokens - before[name_of(one)] - 1)
+            for request in requests_of(self._llm):
+                self.verified += max(0, request.num_output_tokens - before[name_of(request)] - 1)
         self._watch.k = self._rng.choice(LENGTHS)
         pat_vllm.speculate(self._llm, self._watch.k)
 

@@ -73,11 +73,11 @@ def teacher_forced(model: Any, prompt: Sequence[int], tokens: Ints) -> Floats:
     """
     texts, of_text = np.unique(tokens, axis=0, return_inverse=True)
     pieces = []
-    for some in np.array_split(texts, -(-len(texts) // 2048)):
+    for chunk in np.array_split(texts, -(-len(texts) // 2048)):
         step = model(torch.tensor([prompt]))
-        cache, first = step.past_key_values, step.logits[:, -1:].expand(len(some), -1, -1)
-        cache.batch_repeat_interleave(len(some))
-        rest = model(torch.from_numpy(some[:, :-1]), past_key_values=cache).logits
+        cache, first = step.past_key_values, step.logits[:, -1:].expand(len(chunk), -1, -1)
+        cache.batch_repeat_interleave(len(chunk))
+        rest = model(torch.from_numpy(chunk[:, :-1]), past_key_values=cache).logits
         pieces.append(torch.cat([first, rest], 1))
     logits: Floats = torch.cat(pieces).double().numpy()
     return logits[of_text.reshape(-1)]
@@ -148,10 +148,10 @@ def independence(draws: Draws, position: int, pairs: Sequence[tuple[int, int]]) 
     differences from their laws has mean zero if they are independent.
     """
     laws = draws.laws[:, position]
-    one, other = np.array(pairs).T
+    first, other = np.array(pairs).T
     off = np.eye(laws.shape[-1])[draws.tokens[:, position]] - laws
-    p, q = laws[one], laws[other]
-    together = (off[one] * off[other]).sum()
+    p, q = laws[first], laws[other]
+    together = (off[first] * off[other]).sum()
     # The trace of the product of two covariances diag(p) - p p', q likewise.
     variance = (p * q - p * p * q - p * q * q).sum() + ((p * q).sum(-1) ** 2).sum()
     return float(2 * norm.sf(abs(together) / np.sqrt(variance)))

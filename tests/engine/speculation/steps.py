@@ -27,13 +27,15 @@ def name_of(request: Any) -> str:
 def requests_of(llm: Any) -> list[Any]:
     """The unfinished requests."""
     replicas = scheduler_of(llm).replica_set.replicas
-    return [one for replica in replicas for one in replica.scheduler.requests.values()]
+    return [request for replica in replicas for request in replica.scheduler.requests.values()]
 
 
 def held_drafts(llm: Any) -> dict[str, list[int]]:
     """Drafts of the requests that have some for their next step."""
     return {
-        name_of(one): list(one.spec_token_ids) for one in requests_of(llm) if one.spec_token_ids
+        name_of(request): list(request.spec_token_ids)
+        for request in requests_of(llm)
+        if request.spec_token_ids
     }
 
 
@@ -50,7 +52,7 @@ def drafts_in_flight(llm: Any) -> dict[str, list[int]]:
 def counted(llm: Any) -> tuple[int, int]:
     """Tokens drafted and accepted so far, by the report."""
     samples = pat_vllm.report(llm).drafts
-    return sum(one.drafted for one in samples), sum(one.accepted for one in samples)
+    return sum(sample.drafted for sample in samples), sum(sample.accepted for sample in samples)
 
 
 @contextmanager
@@ -83,8 +85,8 @@ def switch(llm: Any, tp: int | str) -> dict[str, list[int]]:
         The drafts that were dropped.
     """
     known: dict[str, list[int]] = {}
-    for one in llm.collective_rpc(generated):
-        known |= one
+    for of_worker in llm.collective_rpc(generated):
+        known |= of_worker
     dropped = held_drafts(llm)
     layout = pat_vllm.report(llm).layout
     assert pat_vllm.switch(llm, tp=tp)
@@ -170,16 +172,19 @@ def watched(k: int | None = None) -> Iterator[Watch]:
 
     def finishing(replica: Replica, output: Any, *args: Any) -> Any:
         step = replica.in_flight[0]
-        held = {name: list(one.spec_token_ids) for name, one in replica.scheduler.requests.items()}
+        held = {
+            name: list(request.spec_token_ids)
+            for name, request in replica.scheduler.requests.items()
+        }
         outputs = finish(replica, output, *args)
         watch.finished(replica, step, output, held)
         return outputs
 
     def updating(rows: DraftRows, *args: Any) -> Any:
-        told = update(rows, *args)
-        for one in told.of_requests if told else ():
-            watch.rows[one] = [row.tokens[1:].tolist() for row in rows._rows[one]]
-        return told
+        row_update = update(rows, *args)
+        for request_id in row_update.of_requests if row_update else ():
+            watch.rows[request_id] = [row.tokens[1:].tolist() for row in rows._rows[request_id]]
+        return row_update
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DraftRows, "update", updating)

@@ -56,7 +56,7 @@ def jobs(jobs_without: dict[str, Job], plain: Any) -> dict[str, Job]:  # noqa: F
     jobs = {}
     for name, job in jobs_without.items():
         if "n" not in job.sampling:  # greedy samples are alike
-            kept = {key: one for key, one in job.sampling.items() if key not in REFUSED}
+            kept = {key: value for key, value in job.sampling.items() if key not in REFUSED}
             jobs[name] = Job(job.prompt, kept | {"temperature": 0.0})
     tokens = list(plain.token_ids)
     for at in range(20, 45, 3):
@@ -94,11 +94,11 @@ def run_all(llm: Any, jobs: dict[str, Job]) -> dict[str, dict[str, Any]]:
             assert pat_vllm.switch(llm, tp=script[0])
             add(llm, jobs)
             outputs = drive(llm, script, at_step)
-        last = {one: pieces[-1] for one, pieces in outputs.items()}
+        last = {request: pieces[-1] for request, pieces in outputs.items()}
         if KEEPS_WHAT_FOLLOWS:
             cut_behind_stop_strings(last, results["tp=1"])
         results[f"{name}, drafts"] = last
-        switches = [one for one in pat_vllm.report(llm).switches[before:] if one.num_seqs]
+        switches = [s for s in pat_vllm.report(llm).switches[before:] if s.num_seqs]
         assert len(switches) == len(script) - 1
     costs.mode = "migrate"
     go_home(llm)
@@ -158,9 +158,9 @@ def test_streaming(llm: Any, kind: str, runs: dict[str, dict[str, Any]], jobs: A
     names = ["plain", "logprobs", "stop string", "prompt logprobs"]
     if KEEPS_WHAT_FOLLOWS:
         names.remove("stop string")
-    some, expected = {name: jobs[name] for name in names}, runs["tp=1"]
+    subset, expected = {name: jobs[name] for name in names}, runs["tp=1"]
     pat_vllm.speculate(llm, MOST)
-    for name, pieces in streamed(llm, kind, some, {5: 2, 9: 1}, expected).items():
+    for name, pieces in streamed(llm, kind, subset, {5: 2, 9: 1}, expected).items():
         assert 3 < len(pieces) < len(expected[name].outputs[0].token_ids)
 
 

@@ -105,7 +105,7 @@ def draw(llm: Any, batches: int) -> Sample:
             rows = zip(*replicas, strict=False)
             same = [row for row in rows if set(row) <= set(unseeded)]
             assert len(same) > BATCH / 10
-            sample.replicas += [(first + one, first + other) for one, other in same]
+            sample.replicas += [(first + own, first + other) for own, other in same]
         if number >= 2:
             sample.batches += [(first + i, first + i - 2 * BATCH) for i in unseeded]
     return sample
@@ -139,8 +139,8 @@ def run(
     assert pat_vllm.switch(llm, tp=3 - script.tp)
     assert pat_vllm.switch(llm, tp=script.tp)  # seeds what has no seed
     names = [
-        llm.llm_engine.add_request(str(i), {"prompt_token_ids": PROMPT}, one)
-        for i, one in enumerate(params)
+        llm.llm_engine.add_request(str(i), {"prompt_token_ids": PROMPT}, sampling)
+        for i, sampling in enumerate(params)
     ]
     number = {name: i for i, name in enumerate(names)}
     replicas = [
@@ -195,9 +195,9 @@ def test_the_law_holds_across_switches_and_changes_of_the_draft_length(
     sample = draw(llm, batches)
     drafted, accepted = (now - then for now, then in zip(counted(llm), before, strict=True))
     assert 0.25 < accepted / drafted < 0.7
-    busy = [one for one in pat_vllm.report(llm).switches[began:] if one.num_seqs]
+    busy = [switch for switch in pat_vllm.report(llm).switches[began:] if switch.num_seqs]
     assert len(busy) == batches
-    assert min(one.migrated for one in busy) > BATCH / 2
+    assert min(switch.migrated for switch in busy) > BATCH / 2
     check(sample)
 
 
@@ -243,7 +243,7 @@ def third_epoch(llm: Any, monkeypatch: pytest.MonkeyPatch, own: bool) -> list[fl
     model = AutoModelForCausalLM.from_pretrained(random_model("vocab16"))
     tokens = np.array(third)
     laws = Sampling().law(teacher_forced(model, PROMPT, tokens))
-    return [chi_square(*by_likelihood(Draws(tokens, laws), one)) for one in range(LENGTH)]
+    return [chi_square(*by_likelihood(Draws(tokens, laws), position)) for position in range(LENGTH)]
 
 
 def test_a_request_with_a_seed_sees_no_earlier_response(
@@ -276,17 +276,17 @@ def seeded(llm: Any, script: Script, others: int = 0) -> list[list[int]]:
 @pytest.mark.parametrize("length", [0, 4])
 def test_one_draft_length_gives_one_response(llm: Any, length: int) -> None:
     """Of a request with a seed, in whatever layout, and beside whichever others."""
-    one = seeded(llm, Script(1, length, 1, length))
-    assert len({tuple(response) for response in one}) == SEEDS
-    assert seeded(llm, Script(2, length, 2, length), others=5) == one
+    responses = seeded(llm, Script(1, length, 1, length))
+    assert len({tuple(response) for response in responses}) == SEEDS
+    assert seeded(llm, Script(2, length, 2, length), others=5) == responses
     if length == 0:  # without drafts a switch changes no response
-        assert seeded(llm, Script(1, 0, 2, 0, at=5)) == one
+        assert seeded(llm, Script(1, 0, 2, 0, at=5)) == responses
 
 
 def test_the_same_changes_give_the_same_response(llm: Any) -> None:
     """Verification takes random numbers. Requests with drafts go on with others otherwise."""
     script = Script(1, 4, 2, 2, at=4)
-    one = seeded(llm, script)
-    assert seeded(llm, script, others=5) == one
+    responses = seeded(llm, script)
+    assert seeded(llm, script, others=5) == responses
     for other in (Script(1, 4, 1, 2, at=4), Script(1, 4, 2, 2, at=5), Script(1, 2, 2, 2, at=4)):
-        assert seeded(llm, other) != one
+        assert seeded(llm, other) != responses

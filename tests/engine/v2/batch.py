@@ -52,7 +52,9 @@ class Served:
 
     def check_sampled(self, jobs: Mapping[str, Job], outcomes: Mapping[str, Outcome]) -> None:
         """Sampled tokens have the log-probabilities that the engine gives to them now."""
-        drawn = {name: one for name, one in outcomes.items() if of_batch(name) in self.sampled}
+        drawn = {
+            name: outcome for name, outcome in outcomes.items() if of_batch(name) in self.sampled
+        }
         assert_teacher_forced(self.llm, jobs, drawn, PLAIN_TOLERANCE)
 
     def few(self) -> Served:
@@ -223,14 +225,19 @@ def take_tour(
     with kv_carried(llm, lambda: way_of_kv):
         outcomes = run(llm, jobs, before_step)
     assert not walk.left, "the requests ended before the tour"
-    switches = [one for one in pat_vllm.report(llm).switches[began:] if one.reason == "forced"]
-    assert [(str(one.source), str(one.target)) for one in switches] == [*itertools.pairwise(way)]
-    for one in switches:
-        assert one.num_seqs >= len(jobs) // 2
-        if way_of_kv == "migrate" or one.source.tp == one.target.tp:  # there KV lies as it has to
-            assert one.migrated > 0
+    switches = [
+        switch for switch in pat_vllm.report(llm).switches[began:] if switch.reason == "forced"
+    ]
+    assert [(str(switch.source), str(switch.target)) for switch in switches] == [
+        *itertools.pairwise(way)
+    ]
+    for switch in switches:
+        assert switch.num_seqs >= len(jobs) // 2
+        # Where tp stays, KV lies as it has to.
+        if way_of_kv == "migrate" or switch.source.tp == switch.target.tp:
+            assert switch.migrated > 0
         else:
-            assert one.recomputed > 0 == one.migrated
+            assert switch.recomputed > 0 == switch.migrated
     return outcomes
 
 
@@ -283,7 +290,7 @@ def check_storm(
             if name in seen and len(seen[name].token_ids) >= tokens:
                 del waiting[name]
                 llm.llm_engine.abort_request([name])
-        if sum(len(one.token_ids) for one in seen.values()) >= due:
+        if sum(len(outcome.token_ids) for outcome in seen.values()) >= due:
             due += rng.randint(3, 16)
             here = str(pat_vllm.report(llm).layout)
             assert pat_vllm.switch(llm, tp=rng.choice([n for n in names_of(llm) if n != here]))
@@ -298,10 +305,10 @@ def check_storm(
         assert len(tokens) >= count
         if of_batch(name) not in served.sampled:
             assert tokens == expected[name].token_ids[: len(tokens)], name
-    done = {name: one for name, one in finished.items() if name not in given_up}
+    done = {name: outcome for name, outcome in finished.items() if name not in given_up}
     finish = {name: expected[name] for name in jobs.keys() - given_up}
     assert_same(done, finish, PLAIN_TOLERANCE, served.sampled)
-    switches = [one for one in pat_vllm.report(llm).switches[began:] if one.num_seqs]
+    switches = [switch for switch in pat_vllm.report(llm).switches[began:] if switch.num_seqs]
     assert len(switches) >= 6 * copies
     served.check_sampled(jobs, done)
     return switches

@@ -13,7 +13,9 @@ def runner_module(worker: Any) -> str:
 
 def idle_requests(worker: Any) -> int:
     """Requests that the model runners of other layouts than the base layout know."""
-    runners = [one.runner for one in worker._runtimes.values() if one is not worker._base]
+    runners = [
+        runtime.runner for runtime in worker._runtimes.values() if runtime is not worker._base
+    ]
     return sum(len(runner.req_states.req_id_to_index) for runner in runners)
 
 

@@ -58,7 +58,7 @@ def repeating(stop: str) -> dict[str, Job]:
     jobs = {}
     for start, (name, job) in enumerate(batch(stop).items()):
         length = len(job.prompt) + (0 if len(job.prompt) > V2_CHUNK else 18)
-        sampling = {key: one for key, one in job.sampling.items() if key not in REFUSED}
+        sampling = {key: value for key, value in job.sampling.items() if key not in REFUSED}
         jobs[name] = Job(phrase("repeating", length, start), sampling | {"max_tokens": TOKENS})
     regex = jobs["regex"].sampling | {"temperature": 0.0}
     words = {"structured_outputs": StructuredOutputsParams(regex=WORDS)}
@@ -134,7 +134,7 @@ def test_buffers_are_as_computed(served: Served, spec: EngineSpec) -> None:
         num_speculative_tokens=V2_NGRAM["num_speculative_tokens"],
     )
     buffers = all_buffers(ModelSize.of(config, dtype_bytes=4), shape)
-    expected = [sum(one.on_cpu for one in of_layout) for of_layout in buffers]
+    expected = [sum(buffer.on_cpu for buffer in of_layout) for of_layout in buffers]
     for rank in llm.collective_rpc(allocated):
         for size, computed, largest in zip(rank["runners"], expected, rank["largest"], strict=True):
             assert size == pytest.approx(computed, rel=3 * TOLERANCE), largest
@@ -204,7 +204,7 @@ def test_grammars_see_the_drafts(served: Served, monkeypatch: pytest.MonkeyPatch
             replies.append(constrained)
             assert constrained or not served.asynchronous
             assert drafts.req_ids == output.req_ids
-            lengths = {len(one) for one in drafts.draft_token_ids}
+            lengths = {len(token_ids) for token_ids in drafts.draft_token_ids}
             assert lengths == {step.num_spec_tokens_to_schedule}
         return original(replica, output, drafts)
 

@@ -46,8 +46,8 @@ def test_every_ordered_pair_when_kv_is_computed_again(served: Served) -> None:
 @pytest.mark.parametrize("copies", [1])
 def test_storm(served: Served, copies: int) -> None:
     switches = check_storm(served, copies, spread=40)
-    assert sum(one.migrated for one in switches) > 10 * copies
-    assert sum(one.recomputed for one in switches) > 5 * copies
+    assert sum(switch.migrated for switch in switches) > 10 * copies
+    assert sum(switch.recomputed for switch in switches) > 5 * copies
 
 
 def test_an_update_between_switches_reaches_every_layout(served: Served) -> None:
@@ -59,7 +59,9 @@ def test_an_update_between_switches_reaches_every_layout(served: Served) -> None
     assert str(pat_vllm.report(llm).layout) == widest
     try:
         static = run_static(llm, few.jobs)
-        assert all(one.token_ids != few.static[name].token_ids for name, one in static.items())
+        assert all(
+            outcome.token_ids != few.static[name].token_ids for name, outcome in static.items()
+        )
         check_tour(Served(llm, few.jobs, static, few.sampled))
     finally:
         go_home(llm)
