@@ -16,11 +16,11 @@ MUTATIONS = mutations({
         ("each rank has a device of its own", "benchmarks.gpu.bare.one_gpu:_of_first_device", "stock(cls, 0)", "stock(cls, device_id)"),
         ("the first GPU, whichever are visible", "benchmarks.gpu.bare.one_gpu:_of_first_device", "stock(cls, 0)", "0"),
         ("the doctor counts one GPU", "benchmarks.gpu.bare.one_gpu:_of_a_device_for_each_rank", "facts.devices[:1] * RANKS", "facts.devices"),
-        ("class methods become functions", "benchmarks.gpu.bare.one_gpu:apply", "classmethod(made) if of_class else made", "made"),
+        ("class methods become functions", "benchmarks.gpu.bare.one_gpu:apply", "classmethod(changed) if of_class else changed", "changed"),
         ("vLLM's environment is left as it was", "benchmarks.gpu.bare.one_gpu:install", "os.environ.update(ENVIRONMENT)", "pass"),
     ],
     "tests/unit/benchmarks/test_bare.py": [
-        ("what is left out travels", "benchmarks.gpu.bare.pack:contents", "any(fnmatch.fnmatch(path, one) for one in left_out)", "False"),
+        ("what is left out travels", "benchmarks.gpu.bare.pack:contents", "fnmatch.fnmatch(path, pattern) for pattern in left_out", "False"),
         ("pieces of an older archive stay", "benchmarks.gpu.bare.pack:pack", "old.unlink()", "pass"),
         ("damaged pieces are unpacked", "benchmarks.gpu.bare.receive:receive", "if damaged:", "if False:"),
         ("files of an older archive stay", "benchmarks.gpu.bare.receive:receive", "shutil.rmtree(site, ignore_errors=True)", "pass"),

@@ -72,7 +72,7 @@ MUTATIONS = mutations({
         ("a chain is looked for in the first replica", "scheduler.prefix_cache:place_chains", "cached.index(longest)", "0"),
         ("chains have holes", "chains:_what_fits", "if all(map(all, blocks)):", "if True:"),
         ("what waits loses what is cached for it", "scheduler.switch_plan:_carry_caches", "if c.reads_cache and c", "if False and c"),
-        ("blocks that come with a request are carried twice", "scheduler.switch_plan:_carry_caches", "hashes.update(one.request.block_hashes[first:full])", "pass"),
+        ("blocks that come with a request are carried twice", "scheduler.switch_plan:_carry_caches", "hashes.update(c.request.block_hashes[first:full])", "pass"),
         ("caches of old weights are carried", "scheduler.replica_set:ReplicaSet.may_carry_caches", "self._cached_with in (None, self.executor.weights_version)", "True"),
         ("caches are carried across a reset", "scheduler.replica_set:ReplicaSet.reset_prefix_cache", "self.chains.forget()", "pass"),
         ("what is never asked for is carried", "scheduler.switch:_plan", "if caches_pay and active", "if active"),

@@ -102,7 +102,7 @@ MUTATIONS = mutations({
         ("layers write over the phrase of a model that repeats itself", "cli.random_model:_repeat", "weight[:phrase] = 0", "pass"),
     ],
     "tests/vllm/benchmarks/test_gpu.py": [
-        ("rows in a wrong place pass", "benchmarks.gpu.reshard:_Weights.check", "assert _same(found, expected)", "assert True"),
+        ("rows in a wrong place pass", "benchmarks.gpu.reshard:_Weights.check", "assert _same(shard, expected)", "assert True"),
     ],
 })
 # fmt: on
