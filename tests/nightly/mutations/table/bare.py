@@ -20,7 +20,7 @@ MUTATIONS = mutations({
         ("vLLM's environment is left as it was", "benchmarks.gpu.bare.one_gpu:install", "os.environ.update(ENVIRONMENT)", "pass"),
     ],
     "tests/unit/benchmarks/test_bare.py": [
-        ("what is left out travels", "benchmarks.gpu.bare.pack:contents", "fnmatch.fnmatch(path, pattern) for pattern in left_out", "False"),
+        ("what is left out travels", "benchmarks.gpu.bare.pack:contents", "fnmatch.fnmatch(path, pattern) for pattern in left_out", "False for pattern in left_out"),
         ("pieces of an older archive stay", "benchmarks.gpu.bare.pack:pack", "old.unlink()", "pass"),
         ("damaged pieces are unpacked", "benchmarks.gpu.bare.receive:receive", "if damaged:", "if False:"),
         ("files of an older archive stay", "benchmarks.gpu.bare.receive:receive", "shutil.rmtree(site, ignore_errors=True)", "pass"),
