@@ -62,15 +62,15 @@ def drafts_give(iterations: Sequence[Sequence[Text]], k: int) -> DraftsGive:
             "--acceptance"
         ) from None
 
-    *before, last = [_by_prompt(one) for one in iterations[-1 - _VISITS :]]
+    *before, last = [_by_prompt(iteration) for iteration in iterations[-1 - _VISITS :]]
     order = sorted(last)
     random.Random(0).shuffle(order)
     own, with_earlier, repeated, tokens = [], [], 0, 0
     for key in order:
         if tokens > _MOST_TOKENS:
             break
-        prompt, responses = last[key][0].prompt, [one.response for one in last[key]]
-        past = [one.response for of_prompt in before for one in of_prompt.get(key, ())]
+        prompt, responses = last[key][0].prompt, [text.response for text in last[key]]
+        past = [text.response for of_prompt in before for text in of_prompt.get(key, ())]
         own.append(replay(prompt, responses, (), k, siblings=False))
         with_earlier.append(replay(prompt, responses, past, k))
         repeated += len(responses) if past else 0
@@ -88,10 +88,10 @@ def drafts_give(iterations: Sequence[Sequence[Text]], k: int) -> DraftsGive:
 
 
 def _by_prompt(texts: Sequence[Text]) -> dict[bytes, list[Text]]:
-    found = defaultdict(list)
-    for one in texts:
-        found[one.prompt.tobytes()].append(one)
-    return dict(found)
+    groups = defaultdict(list)
+    for text in texts:
+        groups[text.prompt.tobytes()].append(text)
+    return dict(groups)
 
 
 def acceptance_of(tokens_per_step: float, k: int) -> float:

@@ -99,7 +99,7 @@ def read_rollouts(path: Path, tokenize: Tokenize | None = None) -> EarlierRollou
     if not files:
         raise ValueError(f"directory {name_of(path)} has no *.jsonl file; name a file: {FORMATS}")
     parts = [_read_file(file, tokenize) for file in files]
-    told = all(part.num_prompt_tokens for part in parts)
+    has_prompts = all(part.num_prompt_tokens for part in parts)
     with_turns = [file for file, part in zip(files, parts, strict=True) if part.trajectories]
     if len(with_turns) not in (0, len(files)):
         raise ValueError(
@@ -110,9 +110,9 @@ def read_rollouts(path: Path, tokenize: Tokenize | None = None) -> EarlierRollou
     return EarlierRollouts(
         path.name,
         tuple(length for part in parts for length in part.lengths),
-        tuple(tokens for part in parts for tokens in part.num_prompt_tokens) if told else (),
-        tuple(one for part in parts for one in part.trajectories),
-        tuple(iteration for part in parts for iteration in part.texts) if told else (),
+        tuple(tokens for part in parts for tokens in part.num_prompt_tokens) if has_prompts else (),
+        tuple(trajectory for part in parts for trajectory in part.trajectories),
+        tuple(iteration for part in parts for iteration in part.texts) if has_prompts else (),
     )
 
 
@@ -137,8 +137,10 @@ def _read_file(path: Path, tokenize: Tokenize | None) -> EarlierRollouts:
                 f"{name_of(path)} is a trace with turns; replay it as it is (--trace), or give its "
                 f'trajectories, a line each: {{"{TURNS}": [...]}}'
             )
-        told = "num_prompt_tokens" in whole
-        return EarlierRollouts(path.stem, trace.lengths, trace.num_prompt_tokens if told else ())
+        has_prompts = "num_prompt_tokens" in whole
+        return EarlierRollouts(
+            path.stem, trace.lengths, trace.num_prompt_tokens if has_prompts else ()
+        )
     if isinstance(whole, dict) and {"ends", "tokens"} <= whole.keys():
         if not (lengths := learnt(path)):
             raise ValueError(
@@ -150,7 +152,7 @@ def _read_file(path: Path, tokenize: Tokenize | None) -> EarlierRollouts:
         return _of_records(path, [("line 1", whole)], tokenize)
     if not whole:
         raise ValueError(f"{name_of(path)} is an empty array; expected {FORMATS}")
-    return _of_records(path, [(f"entry {i}", one) for i, one in enumerate(whole, 1)], tokenize)
+    return _of_records(path, [(f"entry {i}", value) for i, value in enumerate(whole, 1)], tokenize)
 
 
 def learnt(path: Path) -> tuple[int, ...]:
@@ -175,77 +177,79 @@ def expected_load(pat: PATConfig, engine: EngineShape, ranks: int) -> Load:
     if not isinstance(policy, PredictorPolicyConfig) or policy.lengths_file is None:
         return load
     with contextlib.suppress(FileError):
-        if found := learnt(Path(policy.lengths_file)):
-            return replace(load, lengths=found)
+        if lengths := learnt(Path(policy.lengths_file)):
+            return replace(load, lengths=lengths)
     return load
 
 
 def _json_lines(path: Path, text: str) -> list[tuple[str, Any]]:
     """(where it is, value) of each line."""
-    found = []
+    records = []
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         try:
-            found.append((f"line {number}", parse_json(line)))
+            records.append((f"line {number}", parse_json(line)))
         except ValueError as error:
             raise ValueError(
                 f"{name_of(path)}, line {number} is no JSON ({error}); expected {FORMATS}"
             ) from None
-    return found
+    return records
 
 
 def _of_records(
     path: Path, records: Sequence[tuple[str, Any]], tokenize: Tokenize | None
 ) -> EarlierRollouts:
-    if any(isinstance(one, dict) and TURNS in one for _, one in records):
+    if any(isinstance(record, dict) and TURNS in record for _, record in records):
         return _of_trajectories(path, records)
-    if any(isinstance(one, dict) and LENGTH not in one for _, one in records):
+    if any(isinstance(record, dict) and LENGTH not in record for _, record in records):
         return _of_texts(path, records, tokenize)
     lengths: list[int] = []
     prompts: list[int] = []
-    for where, one in records:
+    for where, record in records:
         at = f"{name_of(path)}, {where}"
-        if not isinstance(one, dict):
-            lengths += _whole_numbers(at, "a length", one)
+        if not isinstance(record, dict):
+            lengths += _whole_numbers(at, "a length", record)
             continue
-        of_record = _whole_numbers(at, LENGTH, one[LENGTH])
+        of_record = _whole_numbers(at, LENGTH, record[LENGTH])
         lengths += of_record
-        if PROMPT in one:
-            prompts += _whole_numbers(at, PROMPT, one[PROMPT])
-        elif TOTAL in one:
-            totals = _whole_numbers(at, TOTAL, one[TOTAL])
+        if PROMPT in record:
+            prompts += _whole_numbers(at, PROMPT, record[PROMPT])
+        elif TOTAL in record:
+            totals = _whole_numbers(at, TOTAL, record[TOTAL])
             of_prompts = [total - length for total, length in zip(totals, of_record, strict=False)]
             if len(totals) != len(of_record) or min(of_prompts, default=1) < 1:
                 raise ValueError(
                     f"{at}: {TOTAL} must exceed {LENGTH} by the prompt, got {shown(totals)}"
                 )
             prompts += of_prompts
-    told = len(prompts) == len(lengths)
-    return EarlierRollouts(path.stem, tuple(lengths), tuple(prompts) if told else ())
+    has_prompts = len(prompts) == len(lengths)
+    return EarlierRollouts(path.stem, tuple(lengths), tuple(prompts) if has_prompts else ())
 
 
 def _of_trajectories(path: Path, records: Sequence[tuple[str, Any]]) -> EarlierRollouts:
     trajectories: list[tuple[TurnLengths, ...]] = []
     prompts: list[int] = []
-    for where, one in records:
+    for where, record in records:
         at = f"{name_of(path)}, {where}"
-        turns = one.get(TURNS) if isinstance(one, dict) else None
+        turns = record.get(TURNS) if isinstance(record, dict) else None
         if not isinstance(turns, list) or not turns:
             raise ValueError(
                 f'{at}: "{TURNS}" must be a list of turns, as other lines have, got '
-                f"{shown(one if turns is None else turns)}"
+                f"{shown(record if turns is None else turns)}"
             )
         numbered = [(f"{at}, turn {number}", turn) for number, turn in enumerate(turns, 1)]
         *earlier, last = numbered
-        trajectories.append((*(_turn(*one) for one in earlier), _turn(*last, last=True)))
-        if PROMPT in one:
-            prompts += _whole_numbers(at, PROMPT, [one[PROMPT]])
-    told = len(prompts) == len(trajectories)
+        trajectories.append((*(_turn(*entry) for entry in earlier), _turn(*last, last=True)))
+        if PROMPT in record:
+            prompts += _whole_numbers(at, PROMPT, [record[PROMPT]])
+    has_prompts = len(prompts) == len(trajectories)
     lengths = tuple(
         int(sum(turn.response + turn.appended for turn in turns)) for turns in trajectories
     )
-    return EarlierRollouts(path.stem, lengths, tuple(prompts) if told else (), tuple(trajectories))
+    return EarlierRollouts(
+        path.stem, lengths, tuple(prompts) if has_prompts else (), tuple(trajectories)
+    )
 
 
 def _turn(at: str, turn: Any, last: bool = False) -> TurnLengths:
@@ -269,13 +273,15 @@ def _of_texts(
 ) -> EarlierRollouts:
     texts: list[str] = []
     prompts: list[str] = []
-    for where, one in records:
-        text = one.get(TEXT) if isinstance(one, dict) else None
+    for where, record in records:
+        text = record.get(TEXT) if isinstance(record, dict) else None
         if not isinstance(text, str):
-            has = ", ".join(map(shown, [*one][:12])) if isinstance(one, dict) else shown(one)
+            has = (
+                ", ".join(map(shown, [*record][:12])) if isinstance(record, dict) else shown(record)
+            )
             raise ValueError(f"{name_of(path)}, {where} has {has}; expected {FORMATS}")
         texts.append(text)
-        if isinstance(prompt := one.get(PROMPT_TEXT), str) and prompt:
+        if isinstance(prompt := record.get(PROMPT_TEXT), str) and prompt:
             prompts.append(prompt)
     if tokenize is None:
         raise ValueError(
@@ -283,15 +289,15 @@ def _of_texts(
             "with --model DIRECTORY, whose tokenizer.json counts its tokens"
         )
     # A response without text had an end-of-sequence token at least.
-    responses = [np.array(one, np.int32) for one in tokenize(texts)]
-    lengths = tuple(max(1, len(one)) for one in responses)
+    responses = [np.array(ids, np.int32) for ids in tokenize(texts)]
+    lengths = tuple(max(1, len(response)) for response in responses)
     if len(prompts) < len(texts):
         return EarlierRollouts(path.stem, lengths)
-    asked = [np.array(one, np.int32) for one in tokenize(prompts)]
+    asked = [np.array(ids, np.int32) for ids in tokenize(prompts)]
     return EarlierRollouts(
         path.stem,
         lengths,
-        tuple(max(1, len(one)) for one in asked),
+        tuple(max(1, len(ids)) for ids in asked),
         texts=(tuple(map(Text, asked, responses)),),
     )
 
@@ -300,11 +306,11 @@ def _whole_numbers(at: str, name: str, value: Any) -> list[int]:
     """A number, or a list of them."""
     values: Iterable[Any] = value if isinstance(value, list) else [value]
     numbers = []
-    for one in values:
-        if type(one) not in (int, float) or not 1 <= one <= MOST_TOKENS or one % 1:
+    for number in values:
+        if type(number) not in (int, float) or not 1 <= number <= MOST_TOKENS or number % 1:
             raise ValueError(
                 f"{at}: {name} must be a whole number of tokens, at least 1 and at most "
                 f"{MOST_TOKENS:,}, got {shown(value)}; leave out responses that were aborted"
             )
-        numbers.append(int(one))
+        numbers.append(int(number))
     return numbers

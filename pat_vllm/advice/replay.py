@@ -111,17 +111,19 @@ def replay(rollouts: Rollouts, processes: int = 1) -> Results:
                 results[task.config] += reports
         kinds = [own, plain, static]
         if rollouts.all_layouts:
-            kinds += [[one for one in static if one.layout == layout] for layout in layouts]
-            kinds += [[one] for one in plain]
-        near = dict.fromkeys(one for kind in kinds for one in _near(kind, first))
+            kinds += [
+                [config for config in static if config.layout == layout] for layout in layouts
+            ]
+            kinds += [[config] for config in plain]
+        near = dict.fromkeys(config for kind in kinds for config in _near(kind, first))
         for task, reports in run([Task(*each) for each in product(near, chains)]):
             results[task.config] += reports
     return dict(results)
 
 
 def _near(configs: Sequence[Config], seconds: dict[Config, float]) -> list[Config]:
-    most = _NEAR * min(seconds[one] for one in configs)
-    return [one for one in configs if seconds[one] <= most]
+    most = _NEAR * min(seconds[config] for config in configs)
+    return [config for config in configs if seconds[config] <= most]
 
 
 def replay_chain(rollouts: Rollouts, task: Task) -> list[SimulatedReport]:
@@ -162,7 +164,9 @@ def draft_schedule(rollouts: Rollouts, config: Config) -> Schedule:
         )
         for batch in batches
     ]
-    tokens = dict(zip(draft_lengths, np.mean([one.tokens for one in each], axis=0), strict=True))
+    tokens = dict(
+        zip(draft_lengths, np.mean([drafting.tokens for drafting in each], axis=0), strict=True)
+    )
 
     def best(batch: int) -> int:
         def per_token(k: int) -> float:

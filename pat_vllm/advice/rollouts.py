@@ -80,7 +80,7 @@ class Rollouts:
     @cached_property
     def with_own_limits(self) -> Profile:
         """The profile of static engines whose replicas all run what one of the base layout does."""
-        base, sizes = self.static.layouts[0], [one.tp for one in self.static.layouts]
+        base, sizes = self.static.layouts[0], [layout.tp for layout in self.static.layouts]
         limits = {
             name: dict.fromkeys(sizes, getattr(self.static, name)[base.tp])
             for name in ("max_num_seqs", "max_batch_tokens")
@@ -298,6 +298,6 @@ def _tokenizer(options: AdviseOptions) -> Tokenize | None:
         except Exception as error:  # the package raises nothing more special
             raise ValueError(f"tokenizer {file} cannot be read: {cut(str(error))}") from None
         encoded = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        return [one.ids for one in encoded]
+        return [encoding.ids for encoding in encoded]
 
     return tokenize

@@ -85,13 +85,13 @@ class Advice:
         begins = f"begins in {report.timeline[0].layout}"
         if not report.switches_on_the_way:
             return f"{begins} and stays there"
-        went = (f"{one.target} at {one.num_seqs}" for one in report.switches_on_the_way)
+        went = (f"{switch.target} at {switch.num_seqs}" for switch in report.switches_on_the_way)
         return f"{begins}, switches to {', to '.join(went)} live requests"
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; times in seconds of each reported batch, gains as fractions."""
         profile, batches = self.rollouts.profile, self.rollouts.batches
-        switches = [len(one.switches_on_the_way) for one in self.results[self.ours]]
+        switches = [len(report.switches_on_the_way) for report in self.results[self.ours]]
         content = {
             "simulated": True,
             "step_and_switch_times": profile.kind,
@@ -147,9 +147,9 @@ def advise(options: AdviseOptions, processes: int = 1) -> Advice:
     """
     rollouts = rollouts_of(options)
     results = replay(rollouts, processes)
-    static = [one for one in results if one.layout and not one.own_limits]
-    own = best(results, [one for one in results if one.own_limits])
-    plain = best(results, [one for one in static if one == Config(one.layout)])
+    static = [config for config in results if config.layout and not config.own_limits]
+    own = best(results, [config for config in results if config.own_limits])
+    plain = best(results, [config for config in static if config == Config(config.layout)])
     fastest = best(results, static)
     drafted = len(rollouts.draft_lengths) > 1
     pat_plain, pat = Config(None), Config(None, PLANNED) if drafted else Config(None)

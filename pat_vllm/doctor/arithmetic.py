@@ -37,7 +37,7 @@ def engine_shape(
         given: options of vLLM's; those that memory does not depend on are left out.
         device: that it would run on.
     """
-    known = {one.name for one in fields(EngineShape)} - {"layouts", "pat"}
+    known = {field.name for field in fields(EngineShape)} - {"layouts", "pat"}
     options = {name: value for name, value in given.items() if name in known}
     options.setdefault("max_model_len", config["max_position_embeddings"])
     weights = pat.weights if pat.weights != "auto" else "inplace"
@@ -67,7 +67,7 @@ def check_memory(
     model = ModelSize.of(config, _DTYPE_BYTES[dtype])
     memory = estimate(model, shape, device)
     tokens = memory.kv_tokens[shape.layouts[0].tp]
-    found = (
+    breakdown = (
         f"a rank: weights {gib(memory.weights)} of {gib(memory.requested)} that vLLM may use, "
         f"buffers, communicators and tables "
         f"{gib(memory.buffers + memory.communicators + memory.swap_tables)}, activations "
@@ -76,7 +76,7 @@ def check_memory(
         f"{gib(memory.pinned)} of pinned host memory"
     )
     if chosen:
-        found = f"{chosen}; {found}"
+        breakdown = f"{chosen}; {breakdown}"
     values = {**asdict(memory), "kv_tokens_per_replica": tokens, "computed": True}
     problem = None
     if tokens < shape.max_model_len:
@@ -86,7 +86,7 @@ def check_memory(
             f"and {tokens:,} tokens of KV have room; a request may have "
             f"{shape.max_model_len:,}. {_way_out(config, model, device, shape)}"
         )
-    return Check(name, found, problem, values=values)
+    return Check(name, breakdown, problem, values=values)
 
 
 def _way_out(

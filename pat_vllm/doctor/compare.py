@@ -76,7 +76,7 @@ class Reference:
     @property
     def noise(self) -> float:
         """How far it is off itself: by rounding, and as generated and as a prompt."""
-        return max(self.rounding, self.apart([one.logprobs for one in self.outputs]))
+        return max(self.rounding, self.apart([output.logprobs for output in self.outputs]))
 
     def apart(self, others: Sequence[Sequence[float]]) -> float:
         """The largest difference to log-probabilities of the same tokens, by request."""

@@ -78,16 +78,16 @@ def run_checks(checks: Iterable[NamedCheck], events: Events) -> bool:
     for name, check in checks:
         events.tell(doing=name)
         began = time.monotonic()
-        found, problem = "", None
+        result, problem = "", None
         try:
-            found = str(check())
+            result = str(check())
         except Differs as error:
             problem = str(error)
         except Exception as error:  # it is told, whatever it was
             problem = f"{type(error).__name__}: {error}"
         seconds = round(time.monotonic() - began, 2)
         last = {} if problem is None else {"last": True}
-        events.tell(check=asdict(Check(name, found, problem, seconds)), **last)
+        events.tell(check=asdict(Check(name, result, problem, seconds)), **last)
         if problem is not None:
             return False
     return True
@@ -181,18 +181,18 @@ class PATEngine:
 
         self.llm = LLM(**self.task.engine)
         self.layouts = report(self.llm).layouts
-        found = [f"layouts {', '.join(map(str, self.layouts))}"]
+        parts = [f"layouts {', '.join(map(str, self.layouts))}"]
         if self.task.as_used:
             lengths = [len(prompt) for prompt in self.task.prompts]
-            found.append(f"{len(lengths)} prompts of {min(lengths)} to {max(lengths)} tokens")
-            found.append(self.task.as_used)
+            parts.append(f"{len(lengths)} prompts of {min(lengths)} to {max(lengths)} tokens")
+            parts.append(self.task.as_used)
         if self.task.graphs:
             counts, modes = zip(*self.llm.collective_rpc(graphs_of), strict=True)
             text = f"cudagraph_mode {modes[0]}, {min(counts)} graphs a rank"
             if not min(counts):
                 raise RuntimeError(f"no CUDA graphs were captured: {text}")
-            found.append(text)
-        return "; ".join(found)
+            parts.append(text)
+        return "; ".join(parts)
 
     def shutdown(self) -> str:
         self.llm.llm_engine.engine_core.shutdown()
@@ -211,7 +211,7 @@ class PATEngine:
         began = time.monotonic()
         agreement = self.first.compare_outputs(self.generate())
         switches = report(self.llm, since=began).switches
-        chosen = [str(one.target) for one in switches if one.reason == "policy"]
+        chosen = [str(switch.target) for switch in switches if switch.reason == "policy"]
         went = f"it went to {', '.join(chosen)}" if chosen else "it stayed in one"
         return f"{went}; {agreement}"
 
@@ -236,9 +236,9 @@ class PATEngine:
             outputs = self.generate({after: partial(switch_to, self.llm, target)})
             agreement = self.first.compare_outputs(outputs)
             forced = [
-                one
-                for one in report(self.llm, since=began).switches
-                if (one.source, one.target, one.reason) == (source, target, "forced")
+                switch
+                for switch in report(self.llm, since=began).switches
+                if (switch.source, switch.target, switch.reason) == (source, target, "forced")
             ]
             if forced and (switch := forced[0]).num_seqs:
                 break

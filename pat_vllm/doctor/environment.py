@@ -121,7 +121,7 @@ def _import_vllm(torch_version: str) -> None:
 
 def unfit() -> dict[str, str]:
     """Packages for pictures and sound that are installed and cannot be imported, and why."""
-    found = {}
+    reasons = {}
     for name in PACKAGES:
         if find_spec(name) is None:
             continue
@@ -129,8 +129,8 @@ def unfit() -> dict[str, str]:
             importlib.import_module(name)
         except Exception as error:  # whatever a package raises
             lines = str(error).strip().splitlines() or [""]
-            found[name] = f"{type(error).__name__}: {lines[0]}"
-    return found
+            reasons[name] = f"{type(error).__name__}: {lines[0]}"
+    return reasons
 
 
 def _version(name: str) -> str | None:
@@ -146,7 +146,7 @@ def _versions() -> dict[str, str]:
 
     import pat_vllm
 
-    found: dict[str, str | None] = {
+    versions: dict[str, str | None] = {
         "pat-vllm": pat_vllm.__version__,
         "vllm": vllm.version.__version__,
         "python": platform.python_version(),
@@ -157,8 +157,8 @@ def _versions() -> dict[str, str]:
         **{name: _version(name) for name in _LIBRARIES},
     }
     if torch.version.cuda:
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    return {name: version for name, version in found.items() if version}
+        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return {name: version for name, version in versions.items() if version}
 
 
 def _cpu() -> str:
@@ -210,8 +210,8 @@ def _choices(engine: dict[str, Any]) -> dict[str, Any]:
         compilation = {**engine.get("compilation_config", {}), "cudagraph_mode": mode}
         eager = {**engine, "enforce_eager": False, "compilation_config": compilation}
         with suppress(Exception):  # as above
-            made = EngineArgs(**eager).create_engine_config().compilation_config
-            graphs[mode.lower()] = made.cudagraph_mode.name
+            resolved = EngineArgs(**eager).create_engine_config().compilation_config
+            graphs[mode.lower()] = resolved.cudagraph_mode.name
     head, dtype = config.model_config.get_head_size(), config.model_config.dtype
     kv_dtype, latent = config.cache_config.cache_dtype, config.model_config.use_mla
     with set_current_vllm_config(config):
@@ -227,8 +227,8 @@ def _choices(engine: dict[str, Any]) -> dict[str, Any]:
 def _last(error: Exception) -> str:
     """Of pydantic's messages, the sentence."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    told = [line for line in lines if line.startswith("Value error,")]
-    return (told or lines or [type(error).__name__])[0]
+    sentences = [line for line in lines if line.startswith("Value error,")]
+    return (sentences or lines or [type(error).__name__])[0]
 
 
 def environment_checks(facts: Facts, ranks: int, machine: bool) -> list[Check]:
@@ -259,7 +259,8 @@ def environment_checks(facts: Facts, ranks: int, machine: bool) -> list[Check]:
 
 def _device_checks(facts: Facts, ranks: int, machine: bool) -> list[Check]:
     counted = Counter(
-        f"{one.name} ({one.memory / GiB:.0f} GiB, {one.capability})" for one in facts.devices
+        f"{device.name} ({device.memory / GiB:.0f} GiB, {device.capability})"
+        for device in facts.devices
     )
     kinds = ", ".join(f"{count} x {text}" for text, count in counted.items()) or "none"
     few = machine and len(facts.devices) < ranks
@@ -274,11 +275,11 @@ def _device_checks(facts: Facts, ranks: int, machine: bool) -> list[Check]:
     if apart:
         links = f"no peer access between {', '.join(apart)}: slow, by way of the host"
     busy = [
-        f"GPU {index}: {gib(one.free)} free"
-        for index, one in enumerate(facts.devices)
-        if one.free < 0.9 * one.memory
+        f"GPU {index}: {gib(device.free)} free"
+        for index, device in enumerate(facts.devices)
+        if device.free < 0.9 * device.memory
     ]
-    matrix = [[int(one) for one in row] for row in facts.peers]
+    matrix = [[int(peer) for peer in row] for row in facts.peers]
     return [
         Check("GPUs", "; ".join([kinds, *busy]), problem),
         Check("links", links, values={"peer_access": matrix}),

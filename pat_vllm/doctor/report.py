@@ -59,7 +59,9 @@ class Stage:
     @classmethod
     def of(cls, name: str, checks: Sequence[Check], seconds: float, log: str = "") -> Stage:
         """A stage that has been run: it failed if one of its checks did."""
-        problems = [f"{one.name}: {one.problem}" for one in checks if one.problem is not None]
+        problems = [
+            f"{check.name}: {check.problem}" for check in checks if check.problem is not None
+        ]
         status: Status = "failed" if problems else "passed"
         last = tuple(log.splitlines()[-LOG_LINES:]) if problems else ()
         return cls(name, status, seconds, tuple(checks), "; ".join(problems), last)

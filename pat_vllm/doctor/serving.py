@@ -60,17 +60,19 @@ def generate(
         beat()
         if after and answers in after:
             after[answers]()
-        for one in answered:
-            if one.finished:
-                assert isinstance(one, RequestOutput)
-                outputs[int(one.request_id)] = _output_of(one.outputs[0], likeliest)
+        for output in answered:
+            if output.finished:
+                assert isinstance(output, RequestOutput)
+                outputs[int(output.request_id)] = _output_of(output.outputs[0], likeliest)
     return tuple(outputs[number] for number in range(len(prompts)))
 
 
 def _output_of(completion: Any, likeliest: int) -> Output:
     tokens = tuple(completion.token_ids)
-    entries = [{t: float(e.logprob) for t, e in one.items()} for one in completion.logprobs]
-    logprobs = tuple(one[token] for one, token in zip(entries, tokens, strict=True))
+    entries = [
+        {t: float(e.logprob) for t, e in position.items()} for position in completion.logprobs
+    ]
+    logprobs = tuple(entry[token] for entry, token in zip(entries, tokens, strict=True))
     return Output(tokens, logprobs, tuple(entries) if likeliest else ())
 
 
@@ -81,7 +83,7 @@ def score(llm: LLM, prompts: Prompts, outputs: Sequence[Output]) -> tuple[tuple[
     params = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0.0, detokenize=False)
     sequences = [[*a, *b.tokens] for a, b in zip(prompts, outputs, strict=True)]
     answers = llm.generate(
-        [TokensPrompt(prompt_token_ids=one) for one in sequences], params, use_tqdm=False
+        [TokensPrompt(prompt_token_ids=ids) for ids in sequences], params, use_tqdm=False
     )
     scores = []
     for prompt, sequence, answer in zip(prompts, sequences, answers, strict=True):

@@ -97,10 +97,10 @@ class _Stages:
         if answer is None:
             return checks
         self.facts = FACTS.validate_python(answer)
-        found = environment_checks(self.facts, options.ranks, options.gpu is None)
+        of_facts = environment_checks(self.facts, options.ranks, options.gpu is None)
         if options.model is None and self.facts.refused is not None:
-            found.append(Check("options", problem=self.facts.refused))
-        return [*found, *checks]
+            of_facts.append(Check("options", problem=self.facts.refused))
+        return [*of_facts, *checks]
 
     def model(self) -> Outcome:
         """What is refused."""
@@ -117,7 +117,7 @@ class _Stages:
         if options.gpu is not None:
             gpu: Device = GPUS[gpu_named(options.gpu)].device
         elif self.facts.devices:
-            gpu = min(self.facts.devices, key=lambda one: one.memory)
+            gpu = min(self.facts.devices, key=lambda device: device.memory)
         else:
             return "no GPU is here; --gpu names one to compute for"
         of_model = None if self.facts.on_cpu else config.get("dtype")
@@ -139,12 +139,14 @@ class _Stages:
             stock, pat = as_used(self.options, self._random_models, self.facts)
         else:
             stock, pat = self_test(self.options, self._random_models, self.facts, GRAPHS[name])
-        made, answer = self._child("engine", TASK.dump_json(stock).decode(), stock.rounding_tp)
+        stock_checks, answer = self._child(
+            "engine", TASK.dump_json(stock).decode(), stock.rounding_tp
+        )
         if answer is None:
-            return made
+            return stock_checks
         task = replace(pat, references=REFERENCES.validate_python(answer))
         checks, _ = self._child("engine", TASK.dump_json(task).decode(), self.options.ranks)
-        return [*made, *checks]
+        return [*stock_checks, *checks]
 
     @cached_property
     def _random_models(self) -> Models:

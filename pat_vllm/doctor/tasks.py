@@ -88,7 +88,7 @@ def stock_of(task: Task, **changed: Any) -> Task:
     Compiled code rounds 16-bit numbers in other places than eager code, and so do sums of ranks.
     """
     rounding_tp = 1 if task.engine["dtype"] == "float32" else task.engine["tensor_parallel_size"]
-    engine = {name: one for name, one in task.engine.items() if name not in _NOT_STOCK}
+    engine = {name: value for name, value in task.engine.items() if name not in _NOT_STOCK}
     additional = {k: v for k, v in engine.pop("additional_config").items() if k != "pat"}
     if additional:
         engine["additional_config"] = additional
@@ -159,7 +159,7 @@ def as_used(options: Options, models: Models, facts: Facts) -> tuple[Task, Task]
     pat.pop("draft_history_file", None)
     if "policy" in pat:  # its files are of the user's model
         files = ("profile", "lengths_file")
-        pat["policy"] = {name: one for name, one in pat["policy"].items() if name not in files}
+        pat["policy"] = {name: value for name, value in pat["policy"].items() if name not in files}
     engine = _with_pat(engine, pat, options.ranks, on_cpu)
     count = _REQUESTS_ON_CPU if on_cpu else _REQUESTS
     task = Task(
@@ -184,7 +184,7 @@ def _not_the_users(engine: Mapping[str, Any], options: Options) -> str:
     """Options that differ, but for what makes the engine one of PAT's."""
 
     def flat(engine: Mapping[str, Any], pat: Mapping[str, Any]) -> dict[str, Any]:
-        return {**engine, **{f"pat.{name}": one for name, one in pat.items()}}
+        return {**engine, **{f"pat.{name}": value for name, value in pat.items()}}
 
     given = flat(options.engine, options.pat)
     has = flat(engine, engine["additional_config"]["pat"])

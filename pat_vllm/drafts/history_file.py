@@ -123,13 +123,13 @@ def read_rows(path: Path) -> list[tuple[Key, np.ndarray]]:
     content = read_bytes(path, "the history of drafts", most=_MOST_BYTES, own=True)
     try:
         packed = zipfile.ZipFile(io.BytesIO(content)).infolist()
-        if any(one.compress_type != zipfile.ZIP_STORED for one in packed):
+        if any(member.compress_type != zipfile.ZIP_STORED for member in packed):
             raise ValueError("it is compressed")  # to how much is not known
         with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
             keys, sizes, tokens = arrays["keys"], arrays["sizes"], arrays["tokens"]
     except Exception as error:  # damage comes in any form, also as what takes too much memory
         raise FileError(f"{named} holds no responses ({error})") from error
-    kinds = [(one.dtype, one.ndim) for one in (keys, sizes, tokens)]
+    kinds = [(array.dtype, array.ndim) for array in (keys, sizes, tokens)]
     if (
         kinds != [(np.uint8, 2), (np.int64, 1), (np.int32, 1)]
         or keys.shape != (len(sizes), KEY_BYTES)

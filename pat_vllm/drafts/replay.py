@@ -31,7 +31,7 @@ class Replayed:
     @classmethod
     def of(cls, parts: Sequence[Replayed]) -> Replayed:
         """All responses of some replays."""
-        columns = [(one.tokens, one.steps, one.drafted, one.accepted) for one in parts]
+        columns = [(part.tokens, part.steps, part.drafted, part.accepted) for part in parts]
         return cls(*(np.concatenate(column) for column in zip(*columns, strict=True)))
 
     @property
@@ -66,15 +66,15 @@ def replay(
         siblings: whether they draft from those of `responses` that have ended, too.
     """
     corpus, key, tail = Corpus(_ALL), key_of([]), prompt.tolist()
-    for one in earlier:
-        corpus.add(key, tail, one.tolist())
+    for response in earlier:
+        corpus.add(key, tail, response.tolist())
 
     def rows() -> np.ndarray:
-        found = corpus.latest(key, _MOST_TOKENS)
-        return np.concatenate([np.empty(0, np.int32), *(row.tokens for row in found)])
+        latest = corpus.latest(key, _MOST_TOKENS)
+        return np.concatenate([np.empty(0, np.int32), *(row.tokens for row in latest)])
 
     out, counts = np.empty(k, np.int32), np.zeros((len(responses), 3), np.int64)
-    texts = [np.concatenate([prompt, one]).astype(np.int32) for one in responses]
+    texts = [np.concatenate([prompt, response]).astype(np.int32) for response in responses]
     ends = [min(len(prompt) + 1, len(text)) for text in texts]  # prefill makes the first token
     others = rows()
     while going := [at for at, text in enumerate(texts) if ends[at] < len(text)]:
@@ -92,5 +92,5 @@ def replay(
             for at in ended:
                 corpus.add(key, tail, responses[at].tolist())
             others = rows()
-    tokens = np.array([max(0, len(one) - 1) for one in responses], np.int64)
+    tokens = np.array([max(0, len(response) - 1) for response in responses], np.int64)
     return Replayed(tokens, *counts.T)

@@ -54,8 +54,12 @@ class Shelf:
     def take(self, update: RowUpdate) -> None:
         """Apply an update."""
         self.version += 1
-        left = [self._of.pop(one) for one in update.forgotten if one in self._of]
-        left += [self._of[one] for one in update.of_requests if one in self._of]
+        left = [
+            self._of.pop(request_id) for request_id in update.forgotten if request_id in self._of
+        ]
+        left += [
+            self._of[request_id] for request_id in update.of_requests if request_id in self._of
+        ]
         self._rows.update(update.rows)
         self._of.update(update.of_requests)
         self._users.update(update.of_requests.values())
@@ -77,5 +81,5 @@ class Shelf:
         if not ids:
             return np.empty(0, np.int32)
         if ids not in self._flat:
-            self._flat[ids] = np.concatenate([self._rows[one] for one in ids])
+            self._flat[ids] = np.concatenate([self._rows[row] for row in ids])
         return self._flat[ids]

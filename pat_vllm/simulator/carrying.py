@@ -58,7 +58,7 @@ def carry(
         for replica in replicas
         for request in (*replica.running, *replica.waiting)
     ]
-    live.sort(key=lambda one: one[0])  # those without KV queue behind
+    live.sort(key=lambda entry: entry[0])  # those without KV queue behind
     held = {i: (replica, requests.num_tokens(i)) for _, i, replica in live}
     placement = _spread(held, source, target)
     room = [replica.room for replica in fresh]
@@ -128,7 +128,7 @@ def _carry_contexts(
     Returns:
         Tokens that are carried.
     """
-    found: list[_Context] = []
+    left: list[_Context] = []
     for replica in replicas:
         for owner in replica.free.owners:
             following = requests.next(owner)
@@ -139,16 +139,20 @@ def _carry_contexts(
             if waits is None and following is not None and requests.num_output_tokens[following]:
                 continue  # that one has ended, elsewhere
             tokens = replica.free.left_by(owner)
-            found.append(_Context(owner, replica.index, tokens, waits, requests.finished[owner]))
-    found.sort(key=lambda one: -one.used if one.waits is None else -math.inf)
-    idle = {i: (one.replica, one.tokens) for i, one in enumerate(found) if one.waits is None}
+            left.append(_Context(owner, replica.index, tokens, waits, requests.finished[owner]))
+    left.sort(key=lambda context: -context.used if context.waits is None else -math.inf)
+    idle = {
+        i: (context.replica, context.tokens)
+        for i, context in enumerate(left)
+        if context.waits is None
+    }
     spread_out = _spread(idle, source, target)
     taken: list[list[tuple[int, int]]] = [[] for _ in fresh]
-    for i, one in enumerate(found):
-        at = spread_out[i] if one.waits is None else placement[one.waits]
-        if (tokens := min(one.tokens, room[at])) > 0:
+    for i, context in enumerate(left):
+        at = spread_out[i] if context.waits is None else placement[context.waits]
+        if (tokens := min(context.tokens, room[at])) > 0:
             room[at] -= tokens
-            taken[at].append((one.owner, tokens))
+            taken[at].append((context.owner, tokens))
     for replica, contexts in zip(fresh, taken, strict=True):
         for owner, tokens in reversed(contexts):
             replica.free.overwrite(tokens)

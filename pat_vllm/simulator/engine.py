@@ -112,17 +112,17 @@ class SimulatedEngine:
         index = np.array([i for r in replicas for i in (*r.running, *r.waiting)], np.int64)
         counts = [replica.num_seqs for replica in replicas]
         # A chunk's tokens are counted when it ends; a policy sees those made by now.
-        made = np.zeros(len(requests), np.int64)
+        new_tokens = np.zeros(len(requests), np.int64)
         over = [replica.steps_made(self.now) for replica in replicas]
         for replica, steps in zip(replicas, over, strict=True):
             if steps:
                 decoding, k = replica.scheduled.decoding, replica.scheduled.k
-                made[decoding] = requests.tokens_in(decoding, steps, k)
+                new_tokens[decoding] = requests.tokens_in(decoding, steps, k)
         prompt, length, group = requests.columns[:, index]
         written = requests.num_output_tokens
         if any(replica.scheduled.k for replica in replicas):  # the last step may end a response
-            made = np.minimum(made, requests.columns[1] - 1 - written)
-        outputs = (written + made)[index]
+            new_tokens = np.minimum(new_tokens, requests.columns[1] - 1 - written)
+        outputs = (written + new_tokens)[index]
         return SimulatedLiveRequests(
             prompt,
             outputs,
@@ -131,11 +131,12 @@ class SimulatedEngine:
             group,
             index,
             np.repeat(
-                [one.made + steps for one, steps in zip(replicas, over, strict=True)], counts
+                [replica.made + steps for replica, steps in zip(replicas, over, strict=True)],
+                counts,
             ),
             requests.turn[index],
             requests.held[index],
-            (requests.num_computed_tokens + made)[index],
+            (requests.num_computed_tokens + new_tokens)[index],
             remaining=length - outputs,
             drafting=lambda lengths: requests.guesses.drafting(index, outputs, lengths),
         )
@@ -146,7 +147,7 @@ class SimulatedEngine:
         first = switches[0].source if switches else self.layout
         return SimulatedReport(
             layout=self.layout,
-            layouts=tuple(dict.fromkeys((first, *(one.target for one in switches)))),
+            layouts=tuple(dict.fromkeys((first, *(switch.target for switch in switches)))),
             switches=switches,
             refused=(),
             timeline=tuple(self._timeline),
@@ -311,14 +312,14 @@ class SimulatedEngine:
         """`steps` steps of the replica's chunk are over, and the chunk with them."""
         ended = replica.began + steps * replica.per_step
         if self._policy.learns and replica.shape.batch:
-            told, k = min(steps, _TOLD_OF_DRAFTS), replica.scheduled.k
+            reported, k = min(steps, _TOLD_OF_DRAFTS), replica.scheduled.k
             # The requests are still what they were before the chunk.
-            for accepted in replica.accepted(told) if k else [_NO_DRAFTS] * told:
+            for accepted in replica.accepted(reported) if k else [_NO_DRAFTS] * reported:
                 self._policy.drafted(ended, k, replica.shape.batch, accepted)
         complete = replica.finish(steps)
         if self._policy.learns:
-            one = self._truth.step_seconds(self.layout, replica.shape, replica.began)
-            self._policy.stepped(ended, self.layout, replica.shape, one)
+            seconds = self._truth.step_seconds(self.layout, replica.shape, replica.began)
+            self._policy.stepped(ended, self.layout, replica.shape, seconds)
         for request in complete:
             self.num_seqs -= 1
             following = self._requests.end(request, ended)

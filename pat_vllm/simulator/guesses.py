@@ -110,7 +110,7 @@ class GuessedTokens:
         steps = [
             self.steps_in_all(requests, k) - self.steps_made(requests, outputs, k) for k in lengths
         ]
-        tokens: Floats = left / np.array([float(one.sum()) for one in steps])
+        tokens: Floats = left / np.array([float(per_request.sum()) for per_request in steps])
         return Drafting(np.array(lengths, np.int64), tokens, np.array(lengths, np.float64))
 
 

@@ -114,12 +114,12 @@ class SimulatedReplica:
     def accepted(self, most: int) -> list[Ints]:
         """Of each of the chunk's first `most` steps: accepted drafts of each decoding request."""
         index, outputs = self._requests.outputs_of(self.scheduled.decoding)
-        guesses, found, k = self._requests.guesses, [], self.scheduled.k
+        guesses, accepted, k = self._requests.guesses, [], self.scheduled.k
         begun = guesses.steps_made(index, outputs, k)
         for step in range(min(most, self.steps)):
             outputs = guesses.outputs(index, begun + step, k)
-            found.append(guesses.accepted(index, outputs, k))
-        return found
+            accepted.append(guesses.accepted(index, outputs, k))
+        return accepted
 
     def set_steps(self, steps: int) -> None:
         """The chunk has so many steps."""
@@ -135,8 +135,8 @@ class SimulatedReplica:
         """Steps of the chunk that are over by `now`, or have `started`."""
         if not self.steps:
             return 0
-        made = (now - self.began) / self.per_step
-        steps = max(1, math.ceil(made - _ROUNDING)) if started else math.floor(made + _ROUNDING)
+        over = (now - self.began) / self.per_step
+        steps = max(1, math.ceil(over - _ROUNDING)) if started else math.floor(over + _ROUNDING)
         return min(steps, self.steps)
 
     def schedule(self, draft_length: Callable[[int], int] = lambda batch: 0) -> ScheduledStep:

@@ -97,8 +97,8 @@ class SimulatedRequests:
         if not k:
             return steps
         index, before = self.outputs_of(requests)
-        made = self.guesses.steps_made(index, before, k) + steps
-        return self.guesses.outputs(index, made, k) - before
+        total_steps = self.guesses.steps_made(index, before, k) + steps
+        return self.guesses.outputs(index, total_steps, k) - before
 
     def steps_left(self, requests: Sequence[int], k: int) -> int:
         """Fewest steps with draft length `k` to the end of one of the requests, at least one."""

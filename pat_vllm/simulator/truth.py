@@ -89,14 +89,14 @@ class ReplayedTruth:
         if not shape.k:
             return self._decode[layout].seconds(*work)
         try:
-            none, found = self._drafts[layout, shape.k]
+            none, full = self._drafts[layout, shape.k]
         except KeyError:
             raise ValueError(
                 f"the profile has no steps of {layout} with draft length {shape.k}; profile them, "
-                f"or replay one of {sorted(k for one, k in self._drafts if one == layout)}"
+                f"or replay one of {sorted(k for other, k in self._drafts if other == layout)}"
             ) from None
         least = none.seconds(*work)
-        return least + (found.seconds(*work) - least) * shape.drafts / (shape.batch * shape.k)
+        return least + (full.seconds(*work) - least) * shape.drafts / (shape.batch * shape.k)
 
     def switch_seconds(
         self, source: Layout, target: Layout, live: Number, tokens: Number
@@ -181,7 +181,7 @@ class _PrefillTimes:
         """Beyond the profiled sizes in proportion; 0 where none was profiled."""
         if not self._by_busy:
             return 0.0
-        curve = self._by_busy[min(self._by_busy, key=lambda one: abs(one - busy))]
+        curve = self._by_busy[min(self._by_busy, key=lambda profiled: abs(profiled - busy))]
         sizes, seconds = zip(*curve, strict=True)
         return float(np.interp(tokens, sizes, seconds)) * max(1.0, tokens / sizes[-1])
 
@@ -206,10 +206,12 @@ class _Noise:
         self._sums: list[float] = [0.0, *draws.cumsum().tolist()]
         costs = CostModel("migrate").fit(profile)
         self._of_switches = [1.0]
-        for one in profile.switches:
-            expected = float(costs.seconds(one.source, one.target, one.num_seqs, one.tokens))
+        for switch in profile.switches:
+            expected = float(
+                costs.seconds(switch.source, switch.target, switch.num_seqs, switch.tokens)
+            )
             if expected > 0:
-                self._of_switches.append(one.seconds / expected)
+                self._of_switches.append(switch.seconds / expected)
 
     def of_steps(self, layout: Layout, shape: StepShape, steps: int) -> float:
         """Mean of `steps` draws; the same for the same step."""

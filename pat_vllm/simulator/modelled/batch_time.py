@@ -131,8 +131,8 @@ def batch_seconds(
         steps = _steps(needed[: turn.running], apart)
         seconds += steps * turn.step
         computed, again = runs, again | runs
-        made = np.where(runs, np.minimum(left, steps * rates[turn.drafts]), 0.0)
-        left, held = left - made, held + made
+        new_tokens = np.where(runs, np.minimum(left, steps * rates[turn.drafts]), 0.0)
+        left, held = left - new_tokens, held + new_tokens
         stays = left >= 0.5
         left, held, computed, again = left[stays], held[stays], computed[stays], again[stays]
         rates = rates[:, stays]

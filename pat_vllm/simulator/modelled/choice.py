@@ -92,9 +92,9 @@ def choose(
     if model is None or device is None:
         layouts, how = search.resolve(sets[0]), "nothing is known of the model's memory"
         return Choice(layouts, search.experts(sets[0]), _chosen(layouts, how))
-    fitting = [one for one in sets if search.fits(one)]
+    fitting = [sizes for sizes in sets if search.fits(sizes)]
     if not fitting:
-        best, how = max(sets, key=lambda one: search.memory(one).kv), "the most room for KV"
+        best, how = max(sets, key=lambda sizes: search.memory(sizes).kv), "the most room for KV"
     elif len(fitting) == 1:
         best, how = fitting[0], "by options and memory"
     elif gpu := known_gpu(device, device_name):
@@ -156,7 +156,7 @@ class _Search:
         self.pat.check_layouts(self.ranks)
         needed = {tp_of(name) for name in self.pat.policy_names()}
         bases = [self.pat.base_tp] if self.pat.base_tp is not None else self.sizes
-        found = False
+        any_possible = False
         for base in bases:
             wider = [tp for tp in self.sizes if tp % base == 0 and tp > base]
             if any(tp % base for tp in needed):
@@ -168,13 +168,13 @@ class _Search:
             between = [*middle, *(tp for tp in between if tp not in middle)]
             compiles = sum(1 if tp == 1 else 2 for tp in ends)
             more = [(tp,) for tp in between if compiles + 2 <= _MOST_COMPILES]
-            several = [tuple(sorted({*ends, *some})) for some in (*more, ())]
+            several = [tuple(sorted({*ends, *extra})) for extra in (*more, ())]
             alone = () if needed else ((base,),)
             for chosen in dict.fromkeys((*several, *alone)):
                 if self._possible(chosen):
-                    found = True
+                    any_possible = True
                     yield chosen
-        if not found:
+        if not any_possible:
             self.pat.resolve_layouts(self.ranks, self.mixture)  # says why
             yield self.sizes
 
@@ -243,32 +243,32 @@ class _Search:
     def by_rule(self, sets: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
         assert self.device is not None
         most = _LARGEST_WEIGHTS * self.device.memory
-        several = [one for one in sets if len(one) > 1]
-        light = [one for one in several if self.memory(one).weights <= most]
-        return light[0] if light else max(sets, key=lambda one: self.memory(one).kv)
+        several = [sizes for sizes in sets if len(sizes) > 1]
+        light = [sizes for sizes in several if self.memory(sizes).weights <= most]
+        return light[0] if light else max(sets, key=lambda sizes: self.memory(sizes).kv)
 
     def fastest(self, sets: Sequence[tuple[int, ...]], gpu: Gpu, load: Load) -> tuple[int, ...]:
         """The one with fewest layouts of those that are about as fast as the fastest."""
         assert self.model is not None
         machine = Machine(self.model, gpu)
-        seconds = {one: self._seconds(one, machine, load) for one in sets}
-        several = [one for one in sets if len(one) > 1]
-        alone = [one for one in sets if len(one) == 1]
+        seconds = {sizes: self._seconds(sizes, machine, load) for sizes in sets}
+        several = [sizes for sizes in sets if len(sizes) > 1]
+        alone = [sizes for sizes in sets if len(sizes) == 1]
         if several and alone:
-            best = min(several, key=lambda one: seconds[one])
+            best = min(several, key=lambda sizes: seconds[sizes])
             # Where KV is short, memory that further layouts take is what a batch waits for.
             most = min(load.most_tokens, _LEAVE * self._room(best[:1]))
             short = self._room(best) < most
             saves = -_EARNS if short else _EARNS
-            if min(seconds[one] for one in alone) * (1 + saves) < seconds[best]:
+            if min(seconds[sizes] for sizes in alone) * (1 + saves) < seconds[best]:
                 several = []
         if several:
-            enough = min(seconds[one] for one in several) * (1 + _EARNS)
-            near = [one for one in several if seconds[one] <= enough]
-            return min(near, key=lambda one: (len(one), seconds[one]))
-        enough = min(seconds[one] for one in alone) * (1 + _EARNS)
+            enough = min(seconds[sizes] for sizes in several) * (1 + _EARNS)
+            near = [sizes for sizes in several if seconds[sizes] <= enough]
+            return min(near, key=lambda sizes: (len(sizes), seconds[sizes]))
+        enough = min(seconds[sizes] for sizes in alone) * (1 + _EARNS)
         # Room for more tokens is the safer choice.
-        return max((one for one in alone if seconds[one] <= enough), key=self._room)
+        return max((sizes for sizes in alone if seconds[sizes] <= enough), key=self._room)
 
     def _room(self, sizes: Sequence[int]) -> int:
         """Tokens whose KV all replicas of the base layout hold."""
@@ -276,8 +276,8 @@ class _Search:
 
     def _seconds(self, sizes: Sequence[int], machine: Machine, load: Load) -> float:
         layouts, room = self.resolve(sizes), self.memory(sizes).kv_tokens
-        most = {one.tp: self.engine.limits(one).max_num_seqs for one in layouts}
+        most = {layout.tp: self.engine.limits(layout).max_num_seqs for layout in layouts}
         lengths = draft_lengths(self.engine.num_speculative_tokens, None)
         # Not every switch that seems to pay does.
-        several = (layouts, *((one,) for one in layouts))
-        return min(batch_seconds(machine, some, room, most, load, lengths) for some in several)
+        several = (layouts, *((layout,) for layout in layouts))
+        return min(batch_seconds(machine, subset, room, most, load, lengths) for subset in several)

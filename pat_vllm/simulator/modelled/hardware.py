@@ -109,12 +109,12 @@ def modelled_profile(
             f"no layout of {ranks} x {gpu} can hold {name}: of tp={wanted}, none divides the ranks "
             f"and the model's heads, stays within a node of {NODE_SIZE} and leaves memory for KV"
         )
-    limits = {one.tp: engine.limits(one) for one in possible}
+    limits = {layout.tp: engine.limits(layout) for layout in possible}
     steps: list[StepSample] = []
     for layout in possible:
-        for one in _shapes(kv_tokens[layout.tp], limits[layout.tp], lengths):
-            work = one.batch, one.context, one.prefill, one.drafts, one.k
-            steps.append(StepSample.of(layout, one, [machine.step(layout, *work)]))
+        for step in _shapes(kv_tokens[layout.tp], limits[layout.tp], lengths):
+            work = step.batch, step.context, step.prefill, step.drafts, step.k
+            steps.append(StepSample.of(layout, step, [machine.step(layout, *work)]))
     return Profile(
         kind="modelled",
         title=f"modelled: {name} on {ranks} x {gpu} ({figures.link})",
@@ -131,8 +131,8 @@ def modelled_profile(
         },
         ranks=ranks,
         layouts=possible,
-        max_num_seqs={tp: one.max_num_seqs for tp, one in limits.items()},
-        max_batch_tokens={tp: one.max_num_batched_tokens for tp, one in limits.items()},
+        max_num_seqs={tp: limit.max_num_seqs for tp, limit in limits.items()},
+        max_batch_tokens={tp: limit.max_num_batched_tokens for tp, limit in limits.items()},
         kv_tokens=kv_tokens,
         kv_bytes_per_token=shape.kv_bytes_per_token(1),
         experts=routing_of(model_config),
@@ -221,7 +221,7 @@ def _contexts(most: int) -> list[int]:
     """Contexts of a batch's requests; the last one fills memory, as where KV is short."""
     if most < 1:
         return []
-    return [*(one for one in _CONTEXTS if one < most), min(most, _CONTEXTS[-1])]
+    return [*(context for context in _CONTEXTS if context < most), min(most, _CONTEXTS[-1])]
 
 
 def _switches(
@@ -229,7 +229,7 @@ def _switches(
 ) -> Iterator[SwitchSample]:
     """Every ordered pair of layouts, over live requests x tokens of each that fit in both."""
     for source, target in permutations(layouts, 2):
-        room = min(one.replicas * kv_tokens[one.tp] for one in (source, target))
+        room = min(layout.replicas * kv_tokens[layout.tp] for layout in (source, target))
         for live, each in product(_SWITCH_LIVE, _CONTEXTS[::2]):
             if live * each <= room:
                 yield machine.switch(source, target, live, live * each, layouts[0])

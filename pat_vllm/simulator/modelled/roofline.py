@@ -74,8 +74,8 @@ def _layer_communication(gpu: Gpu, tp: int, size: float) -> float:
         return 0.0
     fixed, per_doubling = ALL_REDUCE_LATENCY[gpu.link]
     rate = gpu.link_bandwidth * ALL_REDUCE_EFFICIENCY[gpu.link]
-    one = fixed + per_doubling * log2(tp) + size * 2 * (tp - 1) / tp / rate
-    return ALL_REDUCES_PER_LAYER * one
+    all_reduce = fixed + per_doubling * log2(tp) + size * 2 * (tp - 1) / tp / rate
+    return ALL_REDUCES_PER_LAYER * all_reduce
 
 
 @dataclass(frozen=True)
@@ -95,11 +95,13 @@ class Machine:
 
         Cut experts are a part of an expert each, for every rank alike.
         """
-        one = self.model.experts
-        assert one is not None
+        experts = self.model.experts
+        assert experts is not None
         if layout.experts == "ep":
-            return busiest(one, tokens, layout.tp)
-        return ExpertLoad(hot_experts(one, tokens) / layout.tp, tokens * one.per_token / layout.tp)
+            return busiest(experts, tokens, layout.tp)
+        return ExpertLoad(
+            hot_experts(experts, tokens) / layout.tp, tokens * experts.per_token / layout.tp
+        )
 
     def step(
         self, layout: Layout, batch: int, context: int, prefill: int, drafts: int = 0, k: int = 0
@@ -164,10 +166,10 @@ class Machine:
         """
         if self.model.experts is None:
             return 0.0
-        one = self.model.experts
-        held = one.most_on_rank(base.tp) if base.experts == "ep" else one.count
+        experts = self.model.experts
+        held = experts.most_on_rank(base.tp) if base.experts == "ep" else experts.count
         parts = sum(1 / end.tp for end in (source, target) if end.experts == "tp" and end != base)
-        return one.layers * held * 2 * one.intermediate * self.model.hidden * parts
+        return experts.layers * held * 2 * experts.intermediate * self.model.hidden * parts
 
     def switch(
         self, source: Layout, target: Layout, live: int, tokens: int, base: Layout

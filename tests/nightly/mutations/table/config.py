@@ -15,7 +15,7 @@ MUTATIONS = mutations({
         ("half of a prompt needs no room for the rest", "simulator.replica:SimulatedReplica.schedule", "rest + 1 > room and self.running", "False"),
     ],
     "tests/unit/simulator/modelled/test_choice.py": [
-        ("of layouts alone the one with least room", "simulator.modelled.choice:_Search.fastest", "seconds[one] <= enough), key=self._room)", "seconds[one] <= enough), key=lambda one: -self._room(one))"),
+        ("of layouts alone the one with least room", "simulator.modelled.choice:_Search.fastest", "seconds[sizes] <= enough), key=self._room)", "seconds[sizes] <= enough), key=lambda sizes: -self._room(sizes))"),
         ("memory that further layouts take is never missed", "simulator.modelled.choice:_Search.fastest", "-_EARNS if short else _EARNS", "_EARNS"),
         ("vLLM's own limit is a load", "simulator.modelled.batch_time:Load.usual", "min(max_num_seqs, USUAL_SEQS)", "max_num_seqs"),
         ("a request need not fit", "simulator.modelled.choice:_Search.fits", ">= self.engine.max_model_len", ">= 0"),

@@ -26,7 +26,7 @@ MUTATIONS = mutations({
         ("tokens of another model are drafts", "drafts.history_file:HistoryFile.load", "tokens.max() < self._vocab_size", "True"),
         ("what begins with responses has no salt", "drafts.history_file:HistoryFile.load", "return digest", "return 0"),
         ("some damage stops an engine", "drafts.history_file:read_rows", "except Exception as", "except ValueError as"),
-        ("compressed files are taken", "drafts.history_file:read_rows", "one.compress_type != zipfile.ZIP_STORED", "False"),
+        ("compressed files are taken", "drafts.history_file:read_rows", "member.compress_type != zipfile.ZIP_STORED", "False"),
         ("a file that cannot be read stays", "files.reading:set_aside", "os.replace(path, aside)", "pass"),
         ("others may read responses", "drafts.history_file:write_rows", "private=True", "private=False"),
     ],
@@ -48,7 +48,7 @@ MUTATIONS = mutations({
     "tests/unit/advice/test_drafts.py": [
         ("siblings are replayed that had not ended", "drafts.replay:replay", "if ends[at] == len(text):", "if True:"),
         ("all drafts of a step count as accepted", "drafts.replay:replay", "right.cumprod().sum()", "right.sum()"),
-        ("another prompt's responses are replayed", "advice.drafts:_by_prompt", "one.prompt.tobytes()", "b''"),
+        ("another prompt's responses are replayed", "advice.drafts:_by_prompt", "text.prompt.tobytes()", "b''"),
     ],
     "tests/vllm/kernels/test_suffix.py": [
         ("kernels reach over the beginning", "kernels.suffix:score_kernel", "inside = alive & (back >= 0)", "inside = alive"),

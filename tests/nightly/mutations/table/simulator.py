@@ -9,7 +9,7 @@ from tests.nightly.mutations.mutation import mutations
 MUTATIONS = mutations({
     "tests/unit/simulator/test_engine.py": [
         ("a switch does not wait for steps in flight", "simulator.engine:SimulatedEngine.switch", "self.drain()", "pass"),
-        ("a chunk is cut at the step before the one in flight", "simulator.replica:SimulatedReplica.steps_made", "max(1, math.ceil(made - _ROUNDING))", "max(1, math.floor(made))"),
+        ("a chunk is cut at the step before the one in flight", "simulator.replica:SimulatedReplica.steps_made", "max(1, math.ceil(over - _ROUNDING))", "max(1, math.floor(over))"),
         ("a switch loses the KV that it moves", "simulator.carrying:carry", "computed[request] <= room[replica.index]", "computed[request] > room[replica.index]"),
         ("a chunk goes on after an arrival", "simulator.engine:SimulatedEngine._start", "until < steps", "until > steps"),
         ("a chunk goes on where another replica has drained", "simulator.engine:SimulatedEngine.advance", "not all(replica.num_seqs for replica in over)", "False"),
@@ -54,7 +54,7 @@ MUTATIONS = mutations({
         ("a cache holds parts of blocks", "simulator.replica:SimulatedReplica._take_back", " // _BLOCK * _BLOCK", ""),
         ("only the turn before a turn has left something", "simulator.replica:SimulatedReplica._left_by", "while before is not None and not self.free.left_by(before):", "if before is not None and not self.free.left_by(before):\n            return None\n        while False:"),
         ("contexts are moved between kinds", "simulator.carrying:carry", "if source.shares_kv(target):", "if False:"),
-        ("the oldest contexts are carried first", "simulator.carrying:_carry_contexts", "-one.used", "one.used"),
+        ("the oldest contexts are carried first", "simulator.carrying:_carry_contexts", "-context.used", "context.used"),
         ("a chunk goes on after a turn has arrived", "simulator.engine:SimulatedEngine._stop_for", "replica.end > arrival", "False"),
         ("nobody asks again whether a batch is over", "simulator.replay:simulate", "if policy.is_over(engine.now):", "if False:"),
     ],
@@ -62,7 +62,7 @@ MUTATIONS = mutations({
         ("drafts of a tuned schedule cost nothing", "advice.replay:draft_schedule", "drafts=batch * k", "drafts=0"),
         ("luck is a gain", "advice.replay:gain", "mean + half, mean - half", "mean, mean"),
         ("a gain as large as PAT's own work pays", "advice.replay:Gain.reaches", "(0.0, OWN_WORK)", "(0.0,)"),
-        ("drafts are advised where they cost time", "advice.verdict:advise", "ours = best(results, (pat_plain, pat))", "ours = max((pat_plain, pat), key=lambda one: sum(seconds_of(results[one])))"),
+        ("drafts are advised where they cost time", "advice.verdict:advise", "ours = best(results, (pat_plain, pat))", "ours = max((pat_plain, pat), key=lambda config: sum(seconds_of(results[config])))"),
         ("PAT with drafts is compared with static layouts without", "advice.verdict:advise", "over(pat, pat_plain)", "over(pat, fastest)"),
         ("a wide replica has the limits of a wide one", "advice.rollouts:Rollouts.with_own_limits", "getattr(self.static, name)[base.tp]", "max(getattr(self.static, name).values())"),
         ("data-parallel ranks share experts", "advice.settings:_forms", "engines > 1 and not mixture", "engines > 1"),
