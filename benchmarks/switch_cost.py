@@ -30,7 +30,7 @@ from benchmarks.engine_process import PARK_SECONDS, step_until
 from benchmarks.record import Summary, machine, table, write_results
 from pat_vllm.cli.demo_batch import model_config
 from pat_vllm.config import PATConfig
-from pat_vllm.mixture import Mixture
+from pat_vllm.moe_config import MoEConfig
 
 LIVE = 8
 CONTEXT = 512
@@ -62,7 +62,7 @@ def main() -> None:
     args = parser.parse_args()
     checkpoint = model(args.model)
     pat = PATConfig(experts=args.experts if args.weights == "inplace" else "tp")
-    mixture = Mixture.from_config(model_config(Path(checkpoint)))
+    mixture = MoEConfig.from_config(model_config(Path(checkpoint)))
     if mixture is None:
         pat = PATConfig()
     base, *others = (str(layout) for layout in pat.resolve_layouts(args.ranks, mixture))

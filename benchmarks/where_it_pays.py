@@ -21,9 +21,9 @@ from typing import Annotated
 import typer
 
 from benchmarks.record import table
-from pat_vllm.advice.options import AdviseOptions
-from pat_vllm.advice.replay import Gain
-from pat_vllm.advice.text import percents
+from pat_vllm.advice.advice_text import percents
+from pat_vllm.advice.advise_options import AdviseOptions
+from pat_vllm.advice.simulations import Gain
 from pat_vllm.advice.verdict import advise
 from pat_vllm.files.writing import to_json
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from pat_vllm.commands import REPORT_COMMAND, SPECULATE_COMMAND, SWITCH_COMMAND
 from pat_vllm.config import runs_pat
 from pat_vllm.reporting import Report
+from pat_vllm.rpc import REPORT_COMMAND, SPECULATE_COMMAND, SWITCH_COMMAND
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -104,7 +104,7 @@ def _end_with(parent: int) -> None:
 
 
 @dataclass(frozen=True)
-class Ended:
+class ChildResult:
     """How a child has ended.
 
     Attributes:
@@ -124,7 +124,7 @@ def run_module(
     variables: Mapping[str, str],
     told: Callable[[dict[str, Any]], object] = lambda event: None,
     silence: float = float("inf"),
-) -> Ended:
+) -> ChildResult:
     """Run `python -m module REQUEST EVENTS` in a new process, to its end.
 
     Neither it nor what it starts imports from the current directory. All that it has started is
@@ -160,7 +160,9 @@ def run_module(
                     process.terminate()
                     _wait(process)
                 _end_what_is_left(process)
-        return Ended(None if hangs else process.poll(), log.read_text(errors="replace"), answer)
+        return ChildResult(
+            None if hangs else process.poll(), log.read_text(errors="replace"), answer
+        )
 
 
 def _events_of(

@@ -20,7 +20,7 @@ from pydantic import (
 
 from pat_vllm.files.reading import cut, shown
 from pat_vllm.layout import Layout
-from pat_vllm.mixture import Mixture, WantedExperts
+from pat_vllm.moe_config import MoEConfig, WantedExperts
 from pat_vllm.policy_config import (
     MOST_PROBLEMS,
     FileName,
@@ -133,7 +133,7 @@ class PATConfig(StrictModel):
         return self.base_tp or math.gcd(*(self.layouts or ())) or 1
 
     def resolve_layouts(
-        self, world_size: int, mixture: Mixture | None = None
+        self, world_size: int, mixture: MoEConfig | None = None
     ) -> tuple[Layout, ...]:
         """The layouts to keep ready, ascending in tp; the first is the base layout.
 
@@ -299,10 +299,10 @@ def layout_name(vllm_config: Any) -> str | None:
     return name
 
 
-def mixture_of(vllm_config: Any) -> Mixture | None:
+def mixture_of(vllm_config: Any) -> MoEConfig | None:
     """The experts of an engine's model; None: it has none."""
     config = getattr(vllm_config.model_config, "hf_text_config", None)
-    return None if config is None else Mixture.from_config(config.to_dict())
+    return None if config is None else MoEConfig.from_config(config.to_dict())
 
 
 def home_layout(vllm_config: Any) -> Layout:

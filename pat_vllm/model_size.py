@@ -211,7 +211,7 @@ class ModelSize:
     def divides(self, tp: int) -> bool:
         """Whether heads of every kind and MLPs can be split over `tp` ranks.
 
-        How a mixture's experts can lie is another question (`Mixture.layouts`).
+        How a mixture's experts can lie is another question (`MoEConfig.layouts`).
         """
         kv = self.kv_heads % tp == 0 or tp % self.kv_heads == 0
         mlp = self.dense_layers == 0 or self.intermediate % tp == 0

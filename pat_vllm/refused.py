@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pat_vllm.config import mixture_of
+from pat_vllm.draft_schedule import DRAFTERS
 from pat_vllm.layer_sizes import linear_heads, may_have_experts
 from pat_vllm.layout import device_of
-from pat_vllm.speculation import DRAFTERS
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig

@@ -82,7 +82,7 @@ class Router:
 
 
 @dataclass(frozen=True)
-class Placed:
+class RequestPlacement:
     """A live request at a switch: where it is, and how many tokens of context it has."""
 
     request_id: str
@@ -90,7 +90,7 @@ class Placed:
     context: int
 
 
-def spread(requests: Iterable[Placed], source: Layout, target: Layout) -> dict[str, int]:
+def spread(requests: Iterable[RequestPlacement], source: Layout, target: Layout) -> dict[str, int]:
     """Replica of `target` for each request carried from `source`.
 
     A request stays on its own ranks where that keeps the replicas balanced (each gets at most

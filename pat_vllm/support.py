@@ -23,7 +23,7 @@ from pat_vllm.layer_sizes import linear_heads
 from pat_vllm.layout import Layout
 from pat_vllm.memory.buffers import EngineShape
 from pat_vllm.policy_config import PolicyConfig, PredictorPolicyConfig, SchedulePolicyConfig
-from pat_vllm.profiling.profile import Profile
+from pat_vllm.profiling.samples import Profile
 from pat_vllm.refused import unsupported
 from pat_vllm.worker.layout_config import lengths_of, resolve_weights
 

@@ -18,7 +18,7 @@ from pat_vllm.cli.demo_batch import engine_with_room
 from pat_vllm.config import PATConfig
 from pat_vllm.layout import Layout
 from pat_vllm.profiling.cache import CACHE_DIR
-from pat_vllm.profiling.profile import Profile
+from pat_vllm.profiling.samples import Profile
 from pat_vllm.reporting import Report
 from pat_vllm.simulator.traces import LengthTrace
 

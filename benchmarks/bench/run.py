@@ -27,7 +27,7 @@ from benchmarks.engine_process import EngineFailed
 from benchmarks.record import machine, write_results
 from pat_vllm.cli.demo_batch import model_config
 from pat_vllm.gpus import gib
-from pat_vllm.profiling.profile import Profile
+from pat_vllm.profiling.samples import Profile
 
 tell = partial(print, flush=True)
 

@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from pat_vllm.advice.drafts import Text
+from pat_vllm.advice.replayed_drafts import Text
 from pat_vllm.config import PATConfig
 from pat_vllm.files.reading import FileError, name_of, parse_json, read_text, shown
 from pat_vllm.memory.buffers import EngineShape
 from pat_vllm.policy_config import PredictorPolicyConfig
-from pat_vllm.predictor import kept
+from pat_vllm.predictor import learned_state
 from pat_vllm.predictor.state import LiveRequests
 from pat_vllm.simulator.modelled.batch_time import Load
 from pat_vllm.simulator.traces import (
@@ -162,7 +162,7 @@ def learnt(path: Path) -> tuple[int, ...]:
     Raises:
         ValueError: the file cannot be read.
     """
-    model, _ = kept.load(path)
+    model, _ = learned_state.load(path)
     if not model.responses:
         return ()
     fresh = LiveRequests.fresh(np.ones(1, np.int64), model.bound)

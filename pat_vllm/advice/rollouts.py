@@ -6,15 +6,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from pat_vllm.advice.drafts import DraftsGive, drafts_give
+from pat_vllm.advice.advise_options import AdviseOptions
 from pat_vllm.advice.lengths import EarlierRollouts, Tokenize, read_rollouts
-from pat_vllm.advice.options import AdviseOptions
+from pat_vllm.advice.replayed_drafts import DraftsGive, drafts_give
 from pat_vllm.config import PATConfig
 from pat_vllm.files.reading import cut, read_text, shown
 from pat_vllm.gpus import GPUS, NODE_SIZE, gpu_named
 from pat_vllm.memory.buffers import EngineShape
 from pat_vllm.model_size import ModelSize
-from pat_vllm.profiling.profile import Profile
+from pat_vllm.profiling.samples import Profile
+from pat_vllm.simulator.ground_truth import ReplayedGroundTruth
 from pat_vllm.simulator.modelled.batch_time import Load
 from pat_vllm.simulator.modelled.choice import choose
 from pat_vllm.simulator.modelled.hardware import (
@@ -25,7 +26,6 @@ from pat_vllm.simulator.modelled.hardware import (
 )
 from pat_vllm.simulator.shapes import GENERATORS
 from pat_vllm.simulator.traces import LONGEST_PROMPT, LengthTrace, load_trace
-from pat_vllm.simulator.truth import ReplayedTruth
 
 DRAFT_LENGTHS = (0, 1, 2, 4, 7)
 """Those that an engine with `num_speculative_tokens` 7 keeps ready."""
@@ -71,11 +71,11 @@ class Rollouts:
         return tuple(sorted({0} | {s.k for s in self.profile.steps if s.k in DRAFT_LENGTHS}))
 
     @cached_property
-    def truth(self) -> ReplayedTruth:
+    def truth(self) -> ReplayedGroundTruth:
         """What steps and switches take."""
         measured = self.profile.kind == "measured"
         steps = self.static.model_copy(update={"switches": self.profile.switches})
-        return ReplayedTruth(steps, self.profile if measured else measured_noise())
+        return ReplayedGroundTruth(steps, self.profile if measured else measured_noise())
 
     @cached_property
     def with_own_limits(self) -> Profile:

@@ -6,9 +6,9 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from pat_vllm.advice.replay import PLAIN, TUNED, draft_schedule
+from pat_vllm.advice.simulations import PLAIN, TUNED, draft_schedule
 from pat_vllm.advice.verdict import Advice
-from pat_vllm.speculation import ngram_config
+from pat_vllm.draft_schedule import ngram_config
 
 CHECKPOINT, LENGTHS_FILE = "CHECKPOINT", "/PATH/lengths.json"
 PLACEHOLDERS = {

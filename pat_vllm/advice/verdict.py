@@ -7,9 +7,18 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from pat_vllm.advice.options import AdviseOptions
-from pat_vllm.advice.replay import PLANNED, Config, Gain, Results, best, gain, replay, seconds_of
+from pat_vllm.advice.advise_options import AdviseOptions
 from pat_vllm.advice.rollouts import Rollouts, rollouts_of
+from pat_vllm.advice.simulations import (
+    PLANNED,
+    Config,
+    Gain,
+    Results,
+    best,
+    gain,
+    replay,
+    seconds_of,
+)
 
 
 class Source(NamedTuple):

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from pat_vllm.advice.options import AdviseOptions
+from pat_vllm.advice.advise_options import AdviseOptions
 from pat_vllm.cli.options import options_of
 
 if TYPE_CHECKING:  # this is slow to import, for `--help`
@@ -74,8 +74,8 @@ def _settings(advice: Advice, options: AdviseOptions) -> dict[str, str]:
 
 
 def _show(console: Console, advice: Advice, pasted: Mapping[str, str]) -> None:
+    from pat_vllm.advice.advice_text import PARTS, heading, of_drafts, percents, verdict
     from pat_vllm.advice.settings import PLACEHOLDERS
-    from pat_vllm.advice.text import PARTS, heading, of_drafts, percents, verdict
 
     say = partial(console.print, markup=False, emoji=False)
     kind = "modelled" if advice.modelled else "simulated"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pat_vllm.advice.text import heading, verdict
+from pat_vllm.advice.advice_text import heading, verdict
 from pat_vllm.advice.verdict import Advice
 from pat_vllm.reporting import Run
-from pat_vllm.reporting.plot import (
+from pat_vllm.reporting.report_plot import (
     SWITCH_COLOUR,
     draw_live,
     layout_bands,

@@ -17,11 +17,11 @@ from pat_vllm.ranges import Ranged
 from pat_vllm.text_only import without_vision_and_audio
 
 if TYPE_CHECKING:  # these are slow to import, for `--help`
-    from pat_vllm.cli.demo_batch import Contender
+    from pat_vllm.cli.demo_batch import Variant
     from pat_vllm.cli.engine_run import RunResult
 
-    Runs = Sequence[tuple[Contender, Sequence[RunResult]]]
-    """The runs of each contender, by round; the live switch is the last contender."""
+    Runs = Sequence[tuple[Variant, Sequence[RunResult]]]
+    """The runs of each variant, by round; the live switch is the last variant."""
 
 _MOST_SPREAD = 0.25
 """Times of the same work that differ by more than this cannot be compared."""
@@ -112,7 +112,7 @@ def run_demo(options: DemoOptions) -> None:
 def disagreement(results: Runs) -> str | None:
     """Where outputs differ from the first run's, or None if all agree token by token."""
     reference, (expected, *_) = results[0]
-    for contender, result in ((way, run) for way, runs in results for run in runs):
+    for variant, result in ((way, run) for way, runs in results for run in runs):
         pairs = list(enumerate(zip(expected.outputs, result.outputs, strict=True)))
         if differing := [(i, a, b) for i, (a, b) in pairs if a != b]:
             request, a, b = differing[0]
@@ -122,7 +122,7 @@ def disagreement(results: Runs) -> str | None:
             else:
                 where = f"request {request} differs first at token {at}: {a[at]} and {b[at]}"
             return (
-                f"the outputs of '{reference.label}' and '{contender.label}' differ in "
+                f"the outputs of '{reference.label}' and '{variant.label}' differ in "
                 f"{len(differing)} of {len(pairs)} requests; {where}"
             )
     return None
@@ -144,15 +144,15 @@ def table_rows(results: Runs) -> list[tuple[str, ...]]:
     best_static = min(typical(runs).seconds for _, runs in results[:2])
     return [
         (
-            contender.label,
-            contender.layouts,
+            variant.label,
+            variant.layouts,
             f"{result.seconds:.2f}",
             f"{spread(runs):.0%}",
             f"{result.seconds / best_static:.2f}",
             str(len(switches)),
             f"{1e3 * sum(switch.seconds for switch in switches):.0f}" if switches else "-",
         )
-        for contender, runs in results
+        for variant, runs in results
         for result in (typical(runs),)
         for switches in (result.run.switches,)
     ]
@@ -197,17 +197,17 @@ def speed(result: RunResult) -> str:
 
 def drafts_of(results: Runs) -> str:
     """In a sentence, how long drafts were in each way, and how many were accepted."""
-    shown = [(contender, typical(runs).run) for contender, runs in results]
+    shown = [(variant, typical(runs).run) for variant, runs in results]
     lengths = {sample.num_speculative_tokens for _, run in shown for sample in run.drafts}
     accepted = ", ".join(
-        f"'{contender.label}' {run.acceptance:.0%} of {run.drafted}" for contender, run in shown
+        f"'{variant.label}' {run.acceptance:.0%} of {run.drafted}" for variant, run in shown
     )
     ks = ", ".join(map(str, sorted(lengths)))
     return f"n-gram drafts, k = {ks}: accepted in {accepted} tokens."
 
 
 def show(console: Console, results: Runs) -> None:
-    """Print the table, and the switches of the last contender."""
+    """Print the table, and the switches of the last variant."""
     from pat_vllm.reporting.text import switch_in_words
 
     table = Table(box=box.SIMPLE, collapse_padding=True, pad_edge=False)
@@ -243,8 +243,8 @@ def demo(console: Console, options: DemoOptions) -> bool:
     from pat_vllm.child import environment
     from pat_vllm.cli import demo_batch
     from pat_vllm.cli.engine_run import run
-    from pat_vllm.mixture import Mixture
-    from pat_vllm.reporting.plot import plot_runs
+    from pat_vllm.moe_config import MoEConfig
+    from pat_vllm.reporting.report_plot import plot_runs
 
     model, ranks, requests, seed = options.model, options.ranks, options.requests, options.seed
     if model is None or str(model) in demo_batch.OWN_MODELS:
@@ -258,9 +258,9 @@ def demo(console: Console, options: DemoOptions) -> bool:
         demo_batch.make_batch(num_tokens, config["vocab_size"], options.sampling_temperature, first)
         for num_tokens, first in ((lengths, seed), (short, seed + 1))
     )
-    mixture = Mixture.from_config(config)
+    mixture = MoEConfig.from_config(config)
     table = demo_batch.schedule(ranks, options.switch_at, mixture)
-    ways = demo_batch.contenders(table)
+    ways = demo_batch.variants(table)
     spec = demo_batch.run_spec(
         model,
         ranks,
@@ -268,7 +268,7 @@ def demo(console: Console, options: DemoOptions) -> bool:
         batch,
         warm_up,
         options.draft_length,
-        tuple(contender.way for contender in ways),
+        tuple(variant.way for variant in ways),
         options.rounds,
     )
     bind = environment(ranks)["VLLM_CPU_OMP_THREADS_BIND"]
@@ -280,7 +280,7 @@ def demo(console: Console, options: DemoOptions) -> bool:
         f"longest {', '.join(map(str, ordered[:3]))}; "
         f"temperature {options.sampling_temperature:g}, seed {seed}"
     )
-    results: list[tuple[Contender, list[RunResult]]] = [(contender, []) for contender in ways]
+    results: list[tuple[Variant, list[RunResult]]] = [(variant, []) for variant in ways]
     made = 0
     with console.status("starting an engine and warming up") as status:
 
@@ -292,9 +292,7 @@ def demo(console: Console, options: DemoOptions) -> bool:
                 console.print(f"  engine started in {result.start_seconds:.0f} s")
             results[way][1].append(result)
             if way + 1 == len(ways):
-                seconds = [
-                    f"{contender.label} {runs[-1].seconds:.2f} s" for contender, runs in results
-                ]
+                seconds = [f"{variant.label} {runs[-1].seconds:.2f} s" for variant, runs in results]
                 console.print(f"  round {number + 1} of {options.rounds}: {', '.join(seconds)}")
             upcoming = ways[made % len(ways)].label
             status.update(f"round {made // len(ways) + 1} of {options.rounds}: {upcoming}")
@@ -307,7 +305,7 @@ def demo(console: Console, options: DemoOptions) -> bool:
         f"One long-tail batch, {len(results)} ways: {len(batch.prompts)} requests, "
         f"{batch.tokens:,} tokens, {ranks} ranks"
     )
-    shown = [(contender.label, typical(runs)) for contender, runs in results]
+    shown = [(variant.label, typical(runs)) for variant, runs in results]
     plot_runs(title, [(name, speed(result), result.run) for name, result in shown], options.output)
     console.print(f"\nplot: {options.output}", soft_wrap=True)
     console.print(verdict(results))

@@ -12,11 +12,11 @@ from typing import Any
 from pat_vllm.cli import random_model
 from pat_vllm.cli.engine_run import Batch, RunSpec
 from pat_vllm.config import PATConfig
+from pat_vllm.draft_schedule import ngram_config
 from pat_vllm.files.reading import name_of, read_json_object
 from pat_vllm.layer_sizes import size_of
 from pat_vllm.layout import Layout
-from pat_vllm.mixture import Mixture
-from pat_vllm.speculation import ngram_config
+from pat_vllm.moe_config import MoEConfig
 
 # On a CPU all ranks share the memory, so replicas gain nothing while reading weights is what takes
 # the time; they gain at sampling, which each rank of a TP group does for the whole batch. With a
@@ -64,7 +64,7 @@ _KV_BLOCK_TOKENS = 128
 
 
 @dataclass(frozen=True)
-class Contender:
+class Variant:
     """A way to serve the batch.
 
     Attributes:
@@ -77,7 +77,7 @@ class Contender:
     way: str | None
 
 
-def schedule(ranks: int, switch_at: int, mixture: Mixture | None = None) -> dict[int, Layout]:
+def schedule(ranks: int, switch_at: int, mixture: MoEConfig | None = None) -> dict[int, Layout]:
     """At how many live requests the live switch enters which layout, the narrowest first.
 
     Args:
@@ -94,7 +94,7 @@ def schedule(ranks: int, switch_at: int, mixture: Mixture | None = None) -> dict
     return dict(sorted(table.items(), reverse=True))
 
 
-def engine_options(table: Mapping[int, Layout], mixture: Mixture | None = None) -> dict[str, Any]:
+def engine_options(table: Mapping[int, Layout], mixture: MoEConfig | None = None) -> dict[str, Any]:
     """`additional_config["pat"]` of an engine that follows a schedule."""
     names = {n: layout.tp if layout.experts == "tp" else str(layout) for n, layout in table.items()}
     # Copies of the weights for each layout are of one kind.
@@ -102,15 +102,15 @@ def engine_options(table: Mapping[int, Layout], mixture: Mixture | None = None) 
     return {"policy": {"kind": "schedule", "switch_at": names}, **weights}
 
 
-def contenders(table: Mapping[int, Layout]) -> tuple[Contender, Contender, Contender]:
+def variants(table: Mapping[int, Layout]) -> tuple[Variant, Variant, Variant]:
     """Static replicas, one static group, and the live switch between them."""
     widest = list(table.values())[-1]
     base = Layout.of(1, widest.world_size)
     entered = [str(base), *(f"{layout} at {n}" for n, layout in table.items())]
     return (
-        Contender("replicas", str(base), str(base)),
-        Contender("one group", str(widest), str(widest)),
-        Contender("live switch", ", ".join(entered), None),
+        Variant("replicas", str(base), str(base)),
+        Variant("one group", str(widest), str(widest)),
+        Variant("live switch", ", ".join(entered), None),
     )
 
 

@@ -21,7 +21,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from pat_vllm.cli.options import check_engine, options_of
-from pat_vllm.doctor.options import Options
+from pat_vllm.doctor.doctor_options import Options
 from pat_vllm.text_only import without_vision_and_audio
 
 if TYPE_CHECKING:  # this is slow to import, for `--help`

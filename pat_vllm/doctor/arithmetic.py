@@ -13,8 +13,8 @@ from pat_vllm.gpus import Device, gib
 from pat_vllm.layer_sizes import MIXTURES
 from pat_vllm.memory.buffers import EngineShape
 from pat_vllm.memory.estimate import estimate
-from pat_vllm.mixture import Mixture
 from pat_vllm.model_size import ModelSize
+from pat_vllm.moe_config import MoEConfig
 from pat_vllm.simulator.modelled.choice import Choice, choose
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3_5_text", *MIXTURES)
@@ -93,7 +93,7 @@ def _way_out(
     config: Mapping[str, Any], model: ModelSize, device: Device, shape: EngineShape
 ) -> str:
     """The smallest base_tp that would do."""
-    base, mixture = shape.layouts[0], Mixture.from_config(config)
+    base, mixture = shape.layouts[0], MoEConfig.from_config(config)
     for base_tp in range(base.tp + 1, base.world_size + 1):
         pat = PATConfig(base_tp=base_tp)
         try:

@@ -34,7 +34,7 @@ class Output:
 
 
 @dataclass(frozen=True)
-class Agreement:
+class Comparison:
     """How much of an engine's values was compared with stock vLLM's.
 
     Attributes:
@@ -48,8 +48,8 @@ class Agreement:
     ties: int = 0
     worst: float = 0.0
 
-    def __add__(self, other: Agreement) -> Agreement:
-        return Agreement(
+    def __add__(self, other: Comparison) -> Comparison:
+        return Comparison(
             self.compared + other.compared, self.ties + other.ties, max(self.worst, other.worst)
         )
 
@@ -102,7 +102,7 @@ class Reference:
                 f"{self.noise:.3g} apart (at most {MOST_NOISE})"
             )
 
-    def compare_outputs(self, got: Sequence[Output], tolerance: float | None = None) -> Agreement:
+    def compare_outputs(self, got: Sequence[Output], tolerance: float | None = None) -> Comparison:
         """Compare what an engine generated for the same requests.
 
         Args:
@@ -135,9 +135,9 @@ class Reference:
                 compared += 1
                 pair = ours.logprobs[at], theirs.logprobs[at]
                 worst = max(worst, _apart(*pair, tolerance, where))
-        return Agreement(compared, ties, worst)
+        return Comparison(compared, ties, worst)
 
-    def compare_forced(self, got: Sequence[Sequence[float]]) -> Agreement:
+    def compare_forced(self, got: Sequence[Sequence[float]]) -> Comparison:
         """Compare log-probabilities of its own tokens, by request, computed as a prompt's.
 
         Raises:
@@ -149,7 +149,7 @@ class Reference:
                 compared += 1
                 where = f"request {request}, token {at} (as a prompt's)"
                 worst = max(worst, _apart(a, b, self.tolerance, where))
-        return Agreement(compared, 0, worst)
+        return Comparison(compared, 0, worst)
 
 
 def _apart(ours: float, theirs: float, tolerance: float, where: str) -> float:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import TypeAdapter
 
 from pat_vllm.child import Events
-from pat_vllm.doctor.compare import Agreement, Differs, Output, Reference
+from pat_vllm.doctor.compare import Comparison, Differs, Output, Reference
 from pat_vllm.doctor.in_workers import graphs_of, send_by_ipc
 from pat_vllm.doctor.report import Check
 from pat_vllm.doctor.serving import Prompts, generate, score
@@ -215,7 +215,7 @@ class PATEngine:
         went = f"it went to {', '.join(chosen)}" if chosen else "it stayed in one"
         return f"{went}; {agreement}"
 
-    def in_layout(self, layout: Layout, expected: Reference) -> Agreement:
+    def in_layout(self, layout: Layout, expected: Reference) -> Comparison:
         """Generate in a layout, and score stock vLLM's tokens in it."""
         switch_to(self.llm, layout)
         agreement = expected.compare_outputs(self.generate())
@@ -288,7 +288,7 @@ class PATEngine:
         agreement = self.in_layout(self.layouts[-1], self.first)
         return f"without effect on CPU; {agreement}" if self.on_cpu else str(agreement)
 
-    def update(self) -> Agreement:
+    def update(self) -> Comparison:
         """Load the other weights over the first."""
         switch_to(self.llm, self.layouts[-1])
         self._reload()
@@ -314,16 +314,16 @@ class PATEngine:
         weights = {"weights_path": self.task.other_weights}
         self.llm.collective_rpc("reload_weights", kwargs=weights)
 
-    def _in_all_layouts(self, expected: Reference) -> Agreement:
+    def _in_all_layouts(self, expected: Reference) -> Comparison:
         self.llm.reset_prefix_cache()
-        return sum((self.in_layout(at, expected) for at in self.layouts), Agreement())
+        return sum((self.in_layout(at, expected) for at in self.layouts), Comparison())
 
     # ---------------------------------------------------------------- requests
 
     def generate(self, after: Mapping[int, Callable[[], Any]] | None = None) -> tuple[Output, ...]:
         return generate(self.llm, self.task.prompts, after, beat=self.events.tell)
 
-    def scores(self, expected: Reference) -> Agreement:
+    def scores(self, expected: Reference) -> Comparison:
         return expected.compare_forced(score(self.llm, self.task.prompts, expected.outputs))
 
 

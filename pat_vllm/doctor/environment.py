@@ -39,7 +39,7 @@ class FoundDevice(Device):
 
 
 @dataclass(frozen=True)
-class Facts:
+class EnvironmentFacts:
     """What was found.
 
     Attributes:
@@ -75,10 +75,10 @@ class Facts:
         return self.platform == "cpu"
 
 
-FACTS = TypeAdapter(Facts)
+FACTS = TypeAdapter(EnvironmentFacts)
 
 
-def look(engine: dict[str, Any], events: Events) -> Facts:
+def inspect_environment(engine: dict[str, Any], events: Events) -> EnvironmentFacts:
     """Import everything that an engine would, and ask it.
 
     Args:
@@ -97,7 +97,7 @@ def look(engine: dict[str, Any], events: Events) -> Facts:
     events.tell(doing="asking what vLLM and PAT make of the engine")
     chosen = _choices(engine)
     memory = psutil.virtual_memory()
-    return Facts(
+    return EnvironmentFacts(
         _versions(), kind, _cpu(), memory.total, memory.available, devices, peers, **chosen
     )
 
@@ -107,7 +107,7 @@ def _import_vllm(torch_version: str) -> None:
     try:
         from vllm import LLM  # noqa: F401
     except Exception:  # whatever a package raises
-        if not (broken := unfit()):
+        if not (broken := incompatible_packages()):
             raise
         reasons = "; ".join(
             f"{name} {_version(name) or 'of an unknown version'}: {why}"
@@ -119,7 +119,7 @@ def _import_vllm(torch_version: str) -> None:
         ) from None
 
 
-def unfit() -> dict[str, str]:
+def incompatible_packages() -> dict[str, str]:
     """Packages for pictures and sound that are installed and cannot be imported, and why."""
     reasons = {}
     for name in PACKAGES:
@@ -231,7 +231,7 @@ def _last(error: Exception) -> str:
     return (sentences or lines or [type(error).__name__])[0]
 
 
-def environment_checks(facts: Facts, ranks: int, machine: bool) -> list[Check]:
+def environment_checks(facts: EnvironmentFacts, ranks: int, machine: bool) -> list[Check]:
     """What the facts say of this machine.
 
     Args:
@@ -257,7 +257,7 @@ def environment_checks(facts: Facts, ranks: int, machine: bool) -> list[Check]:
     return checks
 
 
-def _device_checks(facts: Facts, ranks: int, machine: bool) -> list[Check]:
+def _device_checks(facts: EnvironmentFacts, ranks: int, machine: bool) -> list[Check]:
     counted = Counter(
         f"{device.name} ({device.memory / GiB:.0f} GiB, {device.capability})"
         for device in facts.devices
@@ -290,7 +290,7 @@ def main(request: str, events: str) -> None:
     """The child: an engine's keyword arguments in, its facts out."""
     lines, began = Events(events), time.monotonic()
     try:
-        facts = look(json.loads(Path(request).read_text()), lines)
+        facts = inspect_environment(json.loads(Path(request).read_text()), lines)
     except Exception as error:  # it is told, whatever it was
         seconds = round(time.monotonic() - began, 2)
         problem = f"{type(error).__name__}: {error}"

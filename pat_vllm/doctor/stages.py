@@ -14,9 +14,9 @@ from typing import Any
 from pat_vllm.child import environment, run_module
 from pat_vllm.config import PATConfig
 from pat_vllm.doctor.arithmetic import check_memory, engine_shape
+from pat_vllm.doctor.doctor_options import Options
 from pat_vllm.doctor.engine import REFERENCES, TASK
-from pat_vllm.doctor.environment import FACTS, Facts, environment_checks
-from pat_vllm.doctor.options import Options
+from pat_vllm.doctor.environment import FACTS, EnvironmentFacts, environment_checks
 from pat_vllm.doctor.report import Check, Stage
 from pat_vllm.doctor.tasks import Models, as_used, engine_as_given, self_test
 from pat_vllm.gpus import GPUS, Device, gpu_named
@@ -84,7 +84,7 @@ class _Stages:
     options: Options
     make_models: Callable[[], Models]
     doing: Callable[[str], None]
-    facts: Facts = field(init=False)
+    facts: EnvironmentFacts = field(init=False)
     stage: str = ""
     log: str = ""
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from pat_vllm.config import PATConfig
+from pat_vllm.doctor.doctor_options import Options
 from pat_vllm.doctor.engine import Task
-from pat_vllm.doctor.environment import Facts
-from pat_vllm.doctor.options import Options
+from pat_vllm.doctor.environment import EnvironmentFacts
 from pat_vllm.doctor.serving import MAX_TOKENS, Prompts
-from pat_vllm.speculation import ngram_config
+from pat_vllm.draft_schedule import ngram_config
 
 POSITIONS = 4096
 """Of the random models: as many tokens as a request may have."""
@@ -55,7 +55,7 @@ class Models:
     draft_lengths: tuple[int, ...] = ()
     dtype: str | None = None
 
-    def engine(self, options: Options, facts: Facts) -> dict[str, Any]:
+    def engine(self, options: Options, facts: EnvironmentFacts) -> dict[str, Any]:
         """Keyword arguments of `vllm.LLM` that a random model asks for."""
         dtype = options.dtype or self.dtype or ("float32" if facts.on_cpu else "bfloat16")
         return {
@@ -96,7 +96,7 @@ def stock_of(task: Task, **changed: Any) -> Task:
 
 
 def self_test(
-    options: Options, models: Models, facts: Facts, cudagraph_mode: str | None
+    options: Options, models: Models, facts: EnvironmentFacts, cudagraph_mode: str | None
 ) -> tuple[Task, Task]:
     """Stock vLLM, and a small engine with PAT which switches only when it is told to.
 
@@ -132,7 +132,7 @@ def self_test(
     return stock_of(task), task
 
 
-def as_used(options: Options, models: Models, facts: Facts) -> tuple[Task, Task]:
+def as_used(options: Options, models: Models, facts: EnvironmentFacts) -> tuple[Task, Task]:
     """Stock vLLM, and an engine as its user would have it, on many requests.
 
     Where the user names nothing, it has the defaults of vLLM and PAT. The task says what is not so.

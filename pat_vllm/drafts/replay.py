@@ -19,7 +19,7 @@ _ALL = 1 << 62
 
 
 @dataclass(frozen=True)
-class Replayed:
+class DraftReplay:
     """Decode steps of each response, the tokens that they gave, and their draft tokens. All int64
     `[responses]`."""
 
@@ -29,7 +29,7 @@ class Replayed:
     accepted: np.ndarray
 
     @classmethod
-    def of(cls, parts: Sequence[Replayed]) -> Replayed:
+    def of(cls, parts: Sequence[DraftReplay]) -> DraftReplay:
         """All responses of some replays."""
         columns = [(part.tokens, part.steps, part.drafted, part.accepted) for part in parts]
         return cls(*(np.concatenate(column) for column in zip(*columns, strict=True)))
@@ -52,7 +52,7 @@ def replay(
     k: int,
     *,
     siblings: bool = True,
-) -> Replayed:
+) -> DraftReplay:
     """Responses to a prompt that are generated side by side; each step drafts and verifies.
 
     They draft as Model Runner V2 does, with matches of at least one token. V1 drafts no more tokens
@@ -93,4 +93,4 @@ def replay(
                 corpus.add(key, tail, responses[at].tolist())
             others = rows()
     tokens = np.array([max(0, len(response) - 1) for response in responses], np.int64)
-    return Replayed(tokens, *counts.T)
+    return DraftReplay(tokens, *counts.T)

@@ -16,10 +16,9 @@ import cloudpickle
 import vllm.envs as envs
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-from pat_vllm import commands
+from pat_vllm import rpc
 from pat_vllm.config import home_layout, layouts_of, pat_config
 from pat_vllm.executor.lanes import DRAFT_ROWS, EXECUTE, SAMPLE, Lanes, Network
-from pat_vllm.executor.leftovers import Leftovers
 from pat_vllm.executor.messages import (
     PATGrammarOutput,
     PATSchedulerOutput,
@@ -28,7 +27,8 @@ from pat_vllm.executor.messages import (
     SwitchTimes,
     TransferRates,
 )
-from pat_vllm.executor.orphan import end_when_orphaned
+from pat_vllm.executor.os_resources import OsResourceCleanup
+from pat_vllm.executor.parent_watchdog import end_when_orphaned
 from pat_vllm.executor.replies import (
     RECHECK_SECONDS,
     Deferred,
@@ -119,7 +119,7 @@ class PATExecutorMixin(OwnRepliesMixin):
         config = self.vllm_config
         self.layout: Layout = home_layout(config)
         self._lanes: Lanes | None = None
-        self._leftovers = Leftovers(mq.handle for mq in self.response_mqs)
+        self._leftovers = OsResourceCleanup(mq.handle for mq in self.response_mqs)
         self._in_lanes = False
         self._pending: dict[int, deque[float]] = {}
         self._unsampled: list[int] = []
@@ -136,10 +136,10 @@ class PATExecutorMixin(OwnRepliesMixin):
         """Warm every layout up, then open the lanes: from here on there are steps."""
         super().compile_or_warm_up_model()
         lanes = Lanes(layouts_of(self.vllm_config), self._network)
-        replies = self.collective_rpc(commands.OPEN_LANES, args=(lanes.handles(),))
+        replies = self.collective_rpc(rpc.OPEN_LANES, args=(lanes.handles(),))
         lanes.connect([handle for handle, _ in replies])
         self._leftovers.add(resources for _, resources in replies)
-        ready = self.collective_rpc(commands.LANES_READY, non_block=True)
+        ready = self.collective_rpc(rpc.LANES_READY, non_block=True)
         # If a worker dies now, `lanes.wait_until_ready` never returns, but its reply fails.
         opened = threading.Event()
 
@@ -234,7 +234,7 @@ class PATExecutorMixin(OwnRepliesMixin):
         call = method if isinstance(method, str) else cloudpickle.dumps(method)
         try:
             if options:
-                asked = commands.CALL_IN_BASE, timeout, (call, args, kwargs or {})
+                asked = rpc.CALL_IN_BASE, timeout, (call, args, kwargs or {})
                 return checked(self._call(*asked, **options))
             return self._call_of_user(call, args, kwargs or {}, timeout=timeout)
         finally:
@@ -258,7 +258,7 @@ class PATExecutorMixin(OwnRepliesMixin):
         if self._stale and not self._missing and not self.is_sleeping:
             began = time.perf_counter()
             self._leave_lanes()
-            self._stale = self._missing = not all(self._call_together(commands.REFRESH_WEIGHTS))
+            self._stale = self._missing = not all(self._call_together(rpc.REFRESH_WEIGHTS))
             self._weight_calls.refreshed(time.perf_counter() - began)
         return not self._stale
 
@@ -284,7 +284,7 @@ class PATExecutorMixin(OwnRepliesMixin):
             self.refresh_weights()
             ring = self.rpc_broadcast_mq
             assert ring is not None
-            ring.enqueue((commands.SERVE_LANE, (), {}, _NO_REPLY_RANK))
+            ring.enqueue((rpc.SERVE_LANE, (), {}, _NO_REPLY_RANK))
             self._in_lanes = True
 
     # ---------------------------------------------------------------- steps
@@ -402,14 +402,14 @@ class PATExecutorMixin(OwnRepliesMixin):
         self._raise_if_failed()
         self.refresh_weights()
         self._leave_lanes()
-        times: list[SwitchTimes] = self._call_together(commands.SWITCH, command)
+        times: list[SwitchTimes] = self._call_together(rpc.SWITCH, command)
         self.layout = command.target
         self._pending.clear()
         return times
 
     def transfer_rates(self) -> TransferRates:
         """Rates that the workers measured while warming up; those of the slowest rank."""
-        rates: list[TransferRates] = self.collective_rpc(commands.TRANSFER_RATES)
+        rates: list[TransferRates] = self.collective_rpc(rpc.TRANSFER_RATES)
         return TransferRates(
             bandwidth=min(r.bandwidth for r in rates),
             prefill_rate={
@@ -419,13 +419,13 @@ class PATExecutorMixin(OwnRepliesMixin):
 
     def resolved_kernels(self) -> ResolvedKernels:
         """What the workers chose by themselves; all of them choose alike."""
-        first, *_ = self.collective_rpc(commands.RESOLVED_KERNELS)
+        first, *_ = self.collective_rpc(rpc.RESOLVED_KERNELS)
         assert isinstance(first, ResolvedKernels)
         return first
 
     def reseed(self, salt: int) -> None:
         """Have unseeded requests be sampled otherwise than by an engine with another salt."""
-        self.collective_rpc(commands.RESEED, args=(salt,))
+        self.collective_rpc(rpc.RESEED, args=(salt,))
 
 
 class PATExecutor(PATExecutorMixin, MultiprocExecutor):

@@ -25,8 +25,8 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.outputs import AsyncModelRunnerOutput, DraftTokenIds
 
-from pat_vllm.executor.leftovers import remove_sockets
 from pat_vllm.executor.messages import StepReply
+from pat_vllm.executor.os_resources import remove_sockets
 from pat_vllm.executor.readers import Reader, reader_of, wait_for_any
 from pat_vllm.layout import Layout
 

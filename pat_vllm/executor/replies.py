@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import vllm.envs as envs
 from vllm.v1.executor.multiproc_executor import WorkerProc
 
-from pat_vllm import commands
+from pat_vllm import rpc
 from pat_vllm.executor.messages import CallFailed
 from pat_vllm.executor.readers import reader_of, wait_for_any
 
@@ -119,7 +119,7 @@ class OwnRepliesMixin(_Base):
         """
         limit = math.inf if timeout is None else timeout
         try:
-            return self._call_together(commands.CALL_IN_BASE, *call, timeout=limit, check=checked)
+            return self._call_together(rpc.CALL_IN_BASE, *call, timeout=limit, check=checked)
         except Exception:
             self._unread = True
             raise
@@ -146,7 +146,7 @@ class OwnRepliesMixin(_Base):
         self._read_earlier_replies()
         assert self.rpc_broadcast_mq is not None
         last = uuid.uuid4().hex
-        self.rpc_broadcast_mq.enqueue((commands.ECHO, (last,), {}, None))
+        self.rpc_broadcast_mq.enqueue((rpc.ECHO, (last,), {}, None))
         give_up = time.perf_counter() + envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS
         for rank, mq in enumerate(self.response_mqs):
             reader, reply = reader_of(mq), None

@@ -18,8 +18,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 
 from pat_vllm.config import home_layout, layouts_of
+from pat_vllm.metrics.metric_updates import MetricUpdates, updates_of
 from pat_vllm.metrics.names import METRICS, STALL_BUCKETS, known_series
-from pat_vllm.metrics.updates import Updates, updates_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -55,7 +55,7 @@ class PATMetrics(KVConnectorPromMetrics):
             for name, (kind, documentation, labels) in METRICS.items()
         }
         self._series: dict[tuple[int, str, tuple[str, ...]], Any] = {}
-        home, idle = home_layout(vllm_config), Updates()
+        home, idle = home_layout(vllm_config), MetricUpdates()
         idle.state(home, (0,) * home.replicas)
         first = idle.take()
         assert first is not None
@@ -66,7 +66,7 @@ class PATMetrics(KVConnectorPromMetrics):
             self.observe(first, engine_idx)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Apply what `Updates.take` gave."""
+        """Apply what `MetricUpdates.take` gave."""
         for name, labels, value in updates_of(transfer_stats_data):
             series = self._of(engine_idx, name, tuple(labels))
             getattr(series, _UPDATE[METRICS[name][0]])(value)

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from pat_vllm.patches.experts import keep_plain_experts
+from pat_vllm.patches.expert_layers import keep_plain_experts
 from pat_vllm.patches.linear_attention import keep_plain_linear_attention
 from pat_vllm.patches.replacing import replace
 

@@ -50,7 +50,7 @@ _SKILLS = np.geomspace(8.0, 0.125, 33)
 
 
 @dataclass(frozen=True)
-class Drafting:
+class DraftYield:
     """What each draft length is expected to give.
 
     Attributes:
@@ -64,7 +64,7 @@ class Drafting:
     drafts: Floats
 
 
-PLAIN = Drafting(np.zeros(1, np.int64), np.ones(1), np.zeros(1))
+PLAIN = DraftYield(np.zeros(1, np.int64), np.ones(1), np.zeros(1))
 """Decoding without drafts."""
 
 
@@ -138,7 +138,7 @@ class Acceptance:
             self._announced = tokens
             self.version += 1
 
-    def expected(self) -> Drafting:
+    def expected(self) -> DraftYield:
         """What each draft length gives, as far as is known."""
         shares = self._mean()
         per_hit = np.append(1.0, shares[1:].cumprod()).cumsum()[self.lengths]
@@ -146,7 +146,7 @@ class Acceptance:
         could, had = _INDEPENDENT * self._of_hits + _PRIOR
         had = np.minimum.accumulate(had / could)  # a draft that has ended does not go on
         of_hit = np.maximum(np.append(0.0, had.cumsum())[self.lengths], per_hit - 1)
-        return Drafting(self.lengths, tokens, shares[0] * tokens / per_hit * of_hit)
+        return DraftYield(self.lengths, tokens, shares[0] * tokens / per_hit * of_hit)
 
     @property
     def used(self) -> int:
@@ -255,10 +255,10 @@ class AcceptanceByPrompt:
         """Of what drafts are expected to give."""
         return self.of_new.version, self.of_repeated.version
 
-    def expected(self) -> Drafting:
+    def expected(self) -> DraftYield:
         """What each draft length gives to a request of the batch in the mean."""
         new, repeated = self.of_new.expected(), self.of_repeated.expected()
-        return Drafting(
+        return DraftYield(
             new.lengths,
             self._mean(new.tokens, repeated.tokens),
             self._mean(new.drafts, repeated.drafts),

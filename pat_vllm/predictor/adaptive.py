@@ -20,18 +20,18 @@ import numpy as np
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.acceptance import PLAIN, AcceptanceByPrompt
 from pat_vllm.predictor.cost import CostModel
-from pat_vllm.predictor.course import course
 from pat_vllm.predictor.decisions import Decisions
-from pat_vllm.predictor.kept import Keeper
-from pat_vllm.predictor.planner import Outlook, Plan, Planner
+from pat_vllm.predictor.forecast import forecast
+from pat_vllm.predictor.learned_state import LearnedStateFile
+from pat_vllm.predictor.planner import LayoutCosts, Plan, Planner
 from pat_vllm.predictor.policy import SETTLE_SECONDS, Policy
 from pat_vllm.predictor.probing import Prober
 from pat_vllm.predictor.savings import Savings
 from pat_vllm.predictor.speeds import Speeds
 from pat_vllm.predictor.state import Ints, LiveRequests, LiveState, Turn
 from pat_vllm.predictor.step_time import StepTimeModel
-from pat_vllm.predictor.trajectories import Trajectories, course_of_turns
-from pat_vllm.profiling.profile import Profile, StepShape
+from pat_vllm.predictor.trajectories import Trajectories, forecast_of_turns
+from pat_vllm.profiling.samples import Profile, StepShape
 from pat_vllm.reporting import DecisionReport, PredictorReport, SwitchReport
 
 _TRUSTED_STEPS = 4
@@ -40,7 +40,7 @@ _PATIENCE = 64
 """After this many steps that cannot be compared (they compute prompts), it is trusted anyway."""
 _NEWS = 0.02
 """Share of the live requests that has to end, or to come, before it plans again."""
-_DWELL = 5.0
+_HYSTERESIS = 5.0
 """A switch holds for this many times its cost before the next one may be made."""
 _PLANNING_SHARE = 0.004
 """Share of the time that may go into planning."""
@@ -85,8 +85,8 @@ class AdaptivePolicy(Policy):
         layouts = profile.layouts
         self.home = layouts[0]
         self._steps = StepTimeModel.fit(profile)
-        self._keeper = Keeper(lengths_file)
-        self._lengths, acceptance = self._keeper.load(bound, draft_lengths)
+        self._state_file = LearnedStateFile(lengths_file)
+        self._lengths, acceptance = self._state_file.load(bound, draft_lengths)
         self._own_costs = costs is None
         self._costs = costs or CostModel()
         self._costs.fit(profile)
@@ -223,7 +223,7 @@ class AdaptivePolicy(Policy):
         if self._acceptance is not None:
             self._acceptance.end_of_batch()
             learnt = self._acceptance.of_new
-        self._keeper.save(self._lengths, learnt)
+        self._state_file.save(self._lengths, learnt)
         self._planned = None
         # Without a step, where all requests were aborted before one, it did no work.
         self._worked_before += max(0.0, min(now, self._last_step) - self._begun)
@@ -297,21 +297,21 @@ class AdaptivePolicy(Policy):
         if self._acceptance is not None:
             self._speeds.observe(live, self._acceptance.per_step(self._length_asked()))
         remaining = self._lengths.sample(live, _FUTURES)
-        plan = self._outlook(state.now, live, remaining, live.uncomputed).plan(state.layout)
+        plan = self._layout_costs(state.now, live, remaining, live.uncomputed).plan(state.layout)
         if self._acceptance is not None:
-            self.drafts = plan.outlook.drafts
+            self.drafts = plan.layout_costs.drafts
         self._savings.planned(state, live, remaining, plan)
         # While nothing finishes, contexts grow and the rest is seen in another light.
-        self._review = state.now + 0.1 * plan.stay
+        self._review = state.now + 0.1 * plan.switch_later
         if plan.best != state.layout:
-            fired = state.now >= (dwell := self._dwell_end())
+            fired = state.now >= (hysteresis := self._hysteresis_end())
             self._note(state, plan, plan.best, "saving" if fired else "hysteresis", fired)
             if fired:
                 return plan.best
-            self._review = min(self._review, dwell)
-        elif plan.go:
-            best = min(plan.go, key=plan.go.__getitem__)
-            if plan.go[best] < plan.never:
+            self._review = min(self._review, hysteresis)
+        elif plan.switch_now:
+            best = min(plan.switch_now, key=plan.switch_now.__getitem__)
+            if plan.switch_now[best] < plan.no_switch:
                 self._note(state, plan, best, "later", fired=False)
         return self._probe(state, plan)
 
@@ -321,24 +321,26 @@ class AdaptivePolicy(Policy):
         length = max(asked, key=asked.__getitem__, default=0)
         return length if asked[length] >= _STEADY * asked.total() else 0
 
-    def _outlook(self, now: float, live: LiveRequests, remaining: Ints, prompts: int) -> Outlook:
-        drafting, tokens, used = PLAIN, None, 0
+    def _layout_costs(
+        self, now: float, live: LiveRequests, remaining: Ints, prompts: int
+    ) -> LayoutCosts:
+        draft_yield, tokens, used = PLAIN, None, 0
         if self._acceptance is not None:
-            drafting = self._acceptance.expected()
+            draft_yield = self._acceptance.expected()
             if self._speeds.variance:
                 tokens = self._acceptance.tokens_at(self._speeds.sample(live, _FUTURES))
                 used = self._acceptance.used
-        ahead = course(live, remaining, tokens, used)
+        ahead = forecast(live, remaining, tokens, used)
         if self._trajectories.go_on:
-            token = self._planner.token_seconds(self._layout, ahead, drafting)
+            token = self._planner.token_seconds(self._layout, ahead, draft_yield)
 
             def lengths(count: int) -> Ints:
                 fresh = LiveRequests.fresh(np.ones(count, np.int64), self._lengths.bound)
                 return self._lengths.sample(fresh, _FUTURES)
 
             futures = self._trajectories.sample(now, live, remaining, lengths, float(token[-1]))
-            ahead = course_of_turns(futures)
-        return self._planner.outlook(ahead, prompts=prompts, drafting=drafting)
+            ahead = forecast_of_turns(futures)
+        return self._planner.layout_costs(ahead, prompts=prompts, draft_yield=draft_yield)
 
     def _open(self, last: LiveRequests) -> None:
         """Be ready for a batch of as many requests as `last`: an idle engine switches to `home`.
@@ -355,14 +357,14 @@ class AdaptivePolicy(Policy):
         _, first = np.unique(last.group, return_index=True)
         prompts = int(last.num_prompt_tokens[first].sum())
         here = self._layout
-        plan = self._outlook(self._last_step, fresh, remaining, prompts).plan(here)
-        seconds = {here: plan.stay}
-        for layout, total in plan.go.items():
+        plan = self._layout_costs(self._last_step, fresh, remaining, prompts).plan(here)
+        seconds = {here: plan.switch_later}
+        for layout, total in plan.switch_now.items():
             idle = self._costs.seconds(here, layout, 0.0, 0.0)
             seconds[layout] = total - plan.cost[layout] + idle
         self.home = min(seconds, key=seconds.__getitem__)
         if self._acceptance is not None:
-            self.drafts = plan.outlook.drafts
+            self.drafts = plan.layout_costs.drafts
 
     def _probe(self, state: LiveState, plan: Plan) -> Layout:
         """Try a layout for a few steps if much may be gained and little lost; see `Prober`."""
@@ -371,16 +373,16 @@ class AdaptivePolicy(Policy):
         probe = self._prober.find(state.num_seqs, plan, seen, worked)
         if probe is None:
             return state.layout
-        layout, hoped = probe
-        self._note(state, hoped, layout, "probe", fired=True)
+        layout, optimistic = probe
+        self._note(state, optimistic, layout, "probe", fired=True)
         return layout
 
-    def _dwell_end(self) -> float:
+    def _hysteresis_end(self) -> float:
         """Until when the last switch holds; probes do not."""
         last = self._last_switch
         if last is None or self._probed == last.target:
             return -math.inf
-        return last.at + last.seconds + _DWELL * (last.seconds - last.quiesce)
+        return last.at + last.seconds + _HYSTERESIS * (last.seconds - last.quiesce)
 
     def _note(self, state: LiveState, plan: Plan, target: Layout, why: str, fired: bool) -> None:
         if fired:
@@ -391,12 +393,12 @@ class AdaptivePolicy(Policy):
                 layout=state.layout,
                 target=target,
                 num_seqs=state.num_seqs,
-                stay=plan.never,
-                go=plan.go[target],
+                stay=plan.no_switch,
+                go=plan.switch_now[target],
                 cost=plan.cost[target],
                 fired=fired,
                 why=why,
-                step_before=plan.outlook.step[state.layout],
-                step_after=plan.outlook.step[target],
+                step_before=plan.layout_costs.step[state.layout],
+                step_after=plan.layout_costs.step[target],
             )
         )

@@ -15,7 +15,7 @@ import numpy as np
 from pat_vllm.kinds import Kinds, carried_tokens
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.state import Floats
-from pat_vllm.profiling.profile import Profile, SwitchSample
+from pat_vllm.profiling.samples import Profile, SwitchSample
 from pat_vllm.reporting import SwitchReport
 
 Number = TypeVar("Number", float, Floats)

@@ -8,7 +8,7 @@ from collections import deque
 from dataclasses import replace
 from typing import Any
 
-from pat_vllm.reporting import DecisionReport, Records, SwitchReport
+from pat_vllm.reporting import DecisionReport, RingBuffer, SwitchReport
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ class Decisions:
     """
 
     def __init__(self) -> None:
-        self.records: Records[DecisionReport] = Records(MAX_DECISIONS)
+        self.records: RingBuffer[DecisionReport] = RingBuffer(MAX_DECISIONS)
         self._before: deque[float] = deque(maxlen=_STEPS)
         self._after: list[float] | None = None  # of the last one that fired, until there are enough
         self._since_fired = 0  # records from the last fired one on

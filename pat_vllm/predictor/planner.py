@@ -11,7 +11,7 @@ The expectations come from sampled futures of the live requests. A change of k c
 each layout k is the one with the least time per token. The best layouts follow by dynamic
 programming from the last response backwards, over as many switches as pay, in any direction.
 
-A course has the numbers of live requests in groups, few first: the last group is the present one.
+A forecast has the numbers of live requests in groups, few first: the last group is the present one.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from operator import add
 
 import numpy as np
 
+from pat_vllm.draft_schedule import Schedule
 from pat_vllm.layout import Layout
-from pat_vllm.predictor.acceptance import PLAIN, Drafting
-from pat_vllm.predictor.course import Course
+from pat_vllm.predictor.acceptance import PLAIN, DraftYield
+from pat_vllm.predictor.forecast import BatchForecast
 from pat_vllm.predictor.state import Floats, Ints
-from pat_vllm.speculation import Schedule
 
 _PREFILL_CHUNK = 512
 """Prompt tokens that a step is taken to compute where many wait."""
@@ -46,27 +46,27 @@ class Plan:
         never: without any switch.
         stay: without a switch now, but with those that pay later.
         go: by other layout: with a switch to it now, later ones included.
-        cost: by other layout: of that switch, part of `go`.
-        outlook: what it is a plan of.
+        cost: by other layout: of that switch, part of `switch_now`.
+        layout_costs: what it is a plan of.
     """
 
     layout: Layout
-    never: float
-    stay: float
-    go: Mapping[Layout, float]
+    no_switch: float
+    switch_later: float
+    switch_now: Mapping[Layout, float]
     cost: Mapping[Layout, float]
-    outlook: Outlook
+    layout_costs: LayoutCosts
 
     @property
     def best(self) -> Layout:
         """Where to be now."""
-        target = min(self.go, key=self.go.__getitem__, default=self.layout)
-        return target if self.go.get(target, math.inf) < self.stay else self.layout
+        target = min(self.switch_now, key=self.switch_now.__getitem__, default=self.layout)
+        return target if self.switch_now.get(target, math.inf) < self.switch_later else self.layout
 
 
 @dataclass(frozen=True)
-class Outlook:
-    """What a course takes in each layout, whichever the engine is in.
+class LayoutCosts:
+    """What a forecast takes in each layout, whichever the engine is in.
 
     Attributes:
         layouts: the engine's.
@@ -83,7 +83,7 @@ class Outlook:
     step: Mapping[Layout, float]
     drafts: Mapping[Layout, Schedule]
 
-    def hoped(self, layout: Layout, factor: float) -> Outlook:
+    def optimistic(self, layout: Layout, factor: float) -> LayoutCosts:
         """The same, were a layout `factor` times as fast; switches take what they take."""
         at = self.layouts.index(layout)
         seconds = list(self.seconds)
@@ -104,17 +104,17 @@ class Outlook:
         others = [i for i in range(len(self.layouts)) if i != here]
         return Plan(
             layout=layout,
-            never=sum(self.seconds[here]),
-            stay=after[here],
-            go={self.layouts[i]: cost[i] + after[i] for i in others},
+            no_switch=sum(self.seconds[here]),
+            switch_later=after[here],
+            switch_now={self.layouts[i]: cost[i] + after[i] for i in others},
             cost={self.layouts[i]: cost[i] for i in others},
-            outlook=self,
+            layout_costs=self,
         )
 
 
 @dataclass(frozen=True)
 class _Pace:
-    """How fast a layout is with the best draft lengths, in each group of a course.
+    """How fast a layout is with the best draft lengths, in each group of a forecast.
 
     Attributes:
         token: seconds in which every live request gets a token, [groups].
@@ -154,17 +154,19 @@ class Planner:
         self._max_num_seqs = max_num_seqs
         self._kv_tokens = kv_tokens
 
-    def token_seconds(self, layout: Layout, course: Course, drafting: Drafting = PLAIN) -> Floats:
-        """Seconds in which every live request gets a token, in each group of a course."""
-        return self._pace(layout, course, drafting).token
+    def token_seconds(
+        self, layout: Layout, forecast: BatchForecast, draft_yield: DraftYield = PLAIN
+    ) -> Floats:
+        """Seconds in which every live request gets a token, in each group of a forecast."""
+        return self._pace(layout, forecast, draft_yield).token
 
-    def _pace(self, layout: Layout, course: Course, drafting: Drafting) -> _Pace:
+    def _pace(self, layout: Layout, forecast: BatchForecast, draft_yield: DraftYield) -> _Pace:
         """Requests are taken to be spread evenly now; what a replica cannot hold at once waits, so
         that a token of each takes longer than a step. If it waits for KV, requests are preempted.
         """
-        busy = np.minimum(layout.replicas, np.ceil(course.live))
-        batch = _batch(course.live, layout.replicas)
-        mean_context = course.context / course.live
+        busy = np.minimum(layout.replicas, np.ceil(forecast.live))
+        batch = _batch(forecast.live, layout.replicas)
+        mean_context = forecast.context / forecast.live
         room, most = self._kv_tokens[layout.tp], self._max_num_seqs[layout.tp]
         admitted = np.minimum(batch, most)
         running = np.minimum(admitted, np.maximum(room / np.maximum(1.0, mean_context), 1.0))
@@ -174,8 +176,8 @@ class Planner:
             # Requests do not advance alike then: some run to their ends, the others wait. Over all
             # groups that are short of KV, steps read as much KV as if requests advanced alike. So
             # each step runs as many requests as have room with the mean context over these groups.
-            weights = np.where(short, course.steps + 1e-9, 0.0)
-            typical = float(weights @ course.context) / float(weights @ course.live)
+            weights = np.where(short, forecast.steps + 1e-9, 0.0)
+            typical = float(weights @ forecast.context) / float(weights @ forecast.live)
             queued = np.minimum(admitted, max(room / max(1.0, typical), 1.0))
             running = np.where(short, queued, running)
             mean_context = np.where(short, typical, mean_context)
@@ -186,53 +188,55 @@ class Planner:
                 layout,
                 of,
                 of * mean_context,
-                course.longest,
+                forecast.longest,
                 0,
                 busy,
-                drafting.drafts[:, None] * of,
-                drafting.lengths[:, None],
+                draft_yield.drafts[:, None] * of,
+                draft_yield.lengths[:, None],
             )
-            return np.broadcast_to(steps * turns, (len(drafting.lengths), len(turns)))
+            return np.broadcast_to(steps * turns, (len(draft_yield.lengths), len(turns)))
 
         steps = seconds(running)
-        tokens = steps / drafting.tokens[:, None]
-        if course.steps_per_token is not None and drafting is not PLAIN:
+        tokens = steps / draft_yield.tokens[:, None]
+        if forecast.steps_per_token is not None and draft_yield is not PLAIN:
             # The fixed part of a step is paid for each step of the request that ends last, the
             # rest by each request for its own steps. As requests end, steps of all sizes occur. The
             # line through a quarter of the requests and all of them stands for these; `fixed` is
             # its value for none.
-            last, each = course.steps_per_token
+            last, each = forecast.steps_per_token
             fixed = np.clip((4 * seconds(0.25 * running) - steps) / 3, 0.0, steps)
             tokens = fixed * last + (steps - fixed) * each
-        best, groups = tokens.argmin(axis=0), np.arange(len(course.live))
+        best, groups = tokens.argmin(axis=0), np.arange(len(forecast.live))
         token, step = tokens[best, groups], steps[best, groups]
         if short.any():
             # Each token takes another's place, which is computed again when its request goes on.
-            again = short * course.live * self._prefill_pace(layout)
-            token, step = token + again, step + again * drafting.tokens[best]
+            again = short * forecast.live * self._prefill_pace(layout)
+            token, step = token + again, step + again * draft_yield.tokens[best]
         return _Pace(
             token=token,
             step=step,
-            tokens=drafting.tokens[best],
+            tokens=draft_yield.tokens[best],
             running=running,
-            lengths=drafting.lengths[best],
+            lengths=draft_yield.lengths[best],
         )
 
-    def outlook(self, course: Course, *, prompts: int = 0, drafting: Drafting = PLAIN) -> Outlook:
+    def layout_costs(
+        self, forecast: BatchForecast, *, prompts: int = 0, draft_yield: DraftYield = PLAIN
+    ) -> LayoutCosts:
         """What is ahead, wherever the engine is.
 
         Args:
             prompts: prompt tokens that have yet to be computed, before anything else.
             drafting: the draft lengths, and what they are expected to give.
         """
-        paces = [self._pace(layout, course, drafting) for layout in self.layouts]
-        seconds = np.array([pace.token for pace in paces]) * course.steps
+        paces = [self._pace(layout, forecast, draft_yield) for layout in self.layouts]
+        seconds = np.array([pace.token for pace in paces]) * forecast.steps
         if prompts:
             seconds[:, -1] += [self._prefill_seconds(layout, prompts) for layout in self.layouts]
-        return Outlook(
+        return LayoutCosts(
             layouts=self.layouts,
             seconds=seconds.tolist(),
-            switch=self._switch_seconds(course, paces),
+            switch=self._switch_seconds(forecast, paces),
             step={layout: float(p.step[-1]) for layout, p in zip(self.layouts, paces, strict=True)},
             drafts={
                 layout: _schedule(pace, self._max_num_seqs[layout.tp])
@@ -251,21 +255,23 @@ class Planner:
         many = layout.replicas * _PREFILL_CHUNK
         return self._prefill_seconds(layout, many) / many
 
-    def _switch_seconds(self, course: Course, paces: Sequence[_Pace]) -> list[list[list[float]]]:
+    def _switch_seconds(
+        self, forecast: BatchForecast, paces: Sequence[_Pace]
+    ) -> list[list[list[float]]]:
         """Seconds that switches take when a group begins, [group][source][target]."""
         count = len(self.layouts)
-        seconds = np.zeros((count, count, len(course.live)))
+        seconds = np.zeros((count, count, len(forecast.live)))
         # The first step in the target has no drafts to verify: it gives one token.
         first = [pace.step * (1 - 1 / pace.tokens) for pace in paces]
         room = [layout.replicas * self._kv_tokens[layout.tp] for layout in self.layouts]
-        held = course.held
+        held = forecast.held
         for i, (source, pace) in enumerate(zip(self.layouts, paces, strict=True)):
             # Replicas step freely: one that has finished its step waits for the others, half a
             # step in the mean.
             waits = 0.5 * (1 - 1 / source.replicas) * pace.step
             for j, target in enumerate(self.layouts):
                 if i != j:
-                    switch = self._switch(source, target, course.most, held)
+                    switch = self._switch(source, target, forecast.most, held)
                     seconds[i, j] = switch + waits + first[j]
                     # What the target cannot hold is computed again.
                     lost = np.minimum(held, room[i]) - room[j]

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import ClassVar
 
+from pat_vllm.draft_schedule import Schedule
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.state import Ints, LiveState, Turn
-from pat_vllm.profiling.profile import StepShape
+from pat_vllm.profiling.samples import StepShape
 from pat_vllm.reporting import PredictorReport, SwitchReport
-from pat_vllm.speculation import Schedule
 
 SETTLE_SECONDS = 0.05
 """A batch arrives request by request. Before this long without an arrival its size is not known,

@@ -62,15 +62,15 @@ class Prober:
                 continue
             if seen.get(layout, 0) >= 2 * _STEPS:
                 continue
-            slower = plan.outlook.step[layout] - plan.outlook.step[plan.layout]
+            slower = plan.layout_costs.step[layout] - plan.layout_costs.step[plan.layout]
             price = 2 * cost + _STEPS * max(0.0, slower)
             if price >= _BUDGET * worked - self._spent:
                 continue
-            hoped = plan.outlook.hoped(layout, _FACTOR).plan(plan.layout)
-            gain = hoped.never - hoped.go[layout]
-            if hoped.best == layout and gain > _SAVING * hoped.never:
+            optimistic = plan.layout_costs.optimistic(layout, _FACTOR).plan(plan.layout)
+            gain = optimistic.no_switch - optimistic.switch_now[layout]
+            if optimistic.best == layout and gain > _SAVING * optimistic.no_switch:
                 self._spent += price
                 self._made[layout] = self._made.get(layout, 0) + 1
                 self._steps_left = (1 + _STEPS) * min(layout.replicas, num_seqs)
-                return layout, hoped
+                return layout, optimistic
         return None

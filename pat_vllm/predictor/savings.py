@@ -1,7 +1,7 @@
 """What layouts and drafts saved in a batch. Pure.
 
-A policy looks at the batch now and then. Between two looks lies a *stretch*: the requests were in
-one layout, with or without drafts, and a number of tokens was generated. What the stretch took is
+A policy looks at the batch now and then. Between two looks lies an *interval*: the requests were in
+one layout, with or without drafts, and a number of tokens was generated. What the interval took is
 measured. What the same tokens would have taken without drafts, or in the base layout, is the word
 of the model of step times.
 """
@@ -15,14 +15,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pat_vllm.layout import Layout
-from pat_vllm.predictor.course import Course, course
+from pat_vllm.predictor.forecast import BatchForecast, forecast
 from pat_vllm.predictor.planner import Plan, Planner
 from pat_vllm.predictor.state import Ints, LiveRequests, LiveState
-from pat_vllm.reporting import BatchSavings, BatchTimes, Records, SwitchReport
+from pat_vllm.reporting import BatchSavings, BatchTimes, RingBuffer, SwitchReport
 
 MAX_BATCHES = 1_000
 _FOLD = 20_000
-"""Stretches that are kept before they are added up."""
+"""Intervals that are kept before they are added up."""
 _TOGETHER = 1.5
 """More responses than this many times the most at once, and they are no batch that began
 together."""
@@ -30,7 +30,7 @@ _NOTHING = BatchTimes(0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class Snapshot:
     """A batch at one moment.
 
     Attributes:
@@ -55,7 +55,7 @@ class Look:
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class Interval:
     """What happened between two looks.
 
     Attributes:
@@ -79,7 +79,7 @@ class Stretch:
 
 
 class Savings:
-    """Adds up stretches; a record for each batch. One thread writes, all may read `records`.
+    """Adds up intervals; a record for each batch. One thread writes, all may read `records`.
 
     It is told of the same events as a `Policy`.
     """
@@ -87,22 +87,22 @@ class Savings:
     def __init__(self, planner: Planner) -> None:
         self._planner = planner
         self._base = planner.layouts[0]
-        self.records: Records[BatchSavings] = Records(MAX_BATCHES)
+        self.records: RingBuffer[BatchSavings] = RingBuffer(MAX_BATCHES)
         self._ended_tokens = 0
         self._start()
 
     def _start(self) -> None:
         self._predicted = _NOTHING
         self._most = 0
-        self._open: Look | None = None
+        self._open: Snapshot | None = None
         self._layout = self._base
-        self._stretches: list[Stretch] = []
+        self._intervals: list[Interval] = []
         self._lengths: list[int] = []
         self._prescribed: list[int] = []
         self._times = _NOTHING
-        self._new_stretch()
+        self._new_interval()
 
-    def _new_stretch(self) -> None:
+    def _new_interval(self) -> None:
         self._stall = 0.0
         self._drafts = False
         self._arrivals = 0
@@ -130,12 +130,12 @@ class Savings:
         self._uncounted |= report.reason == "forced"
 
     def planned(self, state: LiveState, live: LiveRequests, remaining: Ints, plan: Plan) -> None:
-        """A plan was made; `remaining` as in `course`."""
+        """A plan was made; `remaining` as in `forecast`."""
         prompts = live.uncomputed
         # Nobody tells of the end of a response whose length was prescribed. What such responses
         # have left to generate tells as much.
         tokens = live.num_output_tokens.sum() - live.max_tokens[live.exact].sum()
-        look = Look(
+        observe = Snapshot(
             at=state.now,
             layout=state.layout,
             num_seqs=state.num_seqs,
@@ -145,27 +145,28 @@ class Savings:
             prompts=prompts,
             prompt=math.inf if live.exact.any() else float(live.num_prompt_tokens.mean()),
         )
-        if self.look(look):
-            plain, tables = plan.outlook, plan.outlook.drafts.values()
+        if self.observe(observe):
+            plain, tables = plan.layout_costs, plan.layout_costs.drafts.values()
             drafted = any(length for table in tables for *_, length in table)
             if drafted:
-                plain = self._planner.outlook(course(live, remaining), prompts=prompts)
+                plain = self._planner.layout_costs(forecast(live, remaining), prompts=prompts)
             fixed, undrafted = plain.plan(self._base), plain.plan(state.layout)
             shortest = [
-                min((candidate.stay, *candidate.go.values())) for candidate in (undrafted, plan)
+                min((candidate.switch_later, *candidate.switch_now.values()))
+                for candidate in (undrafted, plan)
             ]
-            self._predicted = BatchTimes(fixed.never, *shortest)
+            self._predicted = BatchTimes(fixed.no_switch, *shortest)
             self._prescribed = live.max_tokens[live.exact].tolist()
 
-    def look(self, now: Look) -> bool:
-        """What a policy sees; ends a stretch and begins one.
+    def observe(self, now: Snapshot) -> bool:
+        """What a policy sees; ends an interval and begins one.
 
         Returns:
             Whether the batch has more requests than ever.
         """
         self._close(now)
         self._open, self._layout = now, now.layout
-        if len(self._stretches) >= _FOLD:
+        if len(self._intervals) >= _FOLD:
             self._fold()
             self._lengths = []
         more = now.num_seqs > self._most
@@ -177,23 +178,23 @@ class Savings:
         self.end(at, self._ended_tokens)
 
     def end(self, at: float, tokens: int) -> None:
-        """The last request ended; `tokens` as in `Look`."""
+        """The last request ended; `tokens` as in `Snapshot`."""
         if self._open is not None:
             at = max(at, self._open.at)
-            self._close(Look(at, self._open.layout, 0, 0, 0, tokens))
+            self._close(Snapshot(at, self._open.layout, 0, 0, 0, tokens))
             lengths = self._lengths + self._prescribed
             together = 0 < len(lengths) <= _TOGETHER * self._most
             whole = self._times == _NOTHING
-            if whole and together and any(s.drafts for s in self._stretches):
-                counted = [s for s in self._stretches if s.counts]
-                others = [s for s in self._stretches if not s.counts]
-                self._stretches = others + in_step(counted, lengths)
+            if whole and together and any(s.drafts for s in self._intervals):
+                counted = [s for s in self._intervals if s.counts]
+                others = [s for s in self._intervals if not s.counts]
+                self._intervals = others + in_step(counted, lengths)
             self._fold()
             self.records.append(BatchSavings(at, self._base, self._predicted, self._times))
         self._start()
 
-    def _close(self, now: Look) -> None:
-        """The open stretch ends."""
+    def _close(self, now: Snapshot) -> None:
+        """The open interval ends."""
         begin = self._open
         if begin is not None:
             generated = now.tokens - begin.tokens
@@ -202,7 +203,7 @@ class Savings:
             # Prompts are cheap by the token. Many of them take time that is not told apart.
             arrived = self._arrivals * begin.prompt if self._arrivals else 0.0
             prompts = begin.prompts - now.prompts + arrived
-            stretch = Stretch(
+            interval = Interval(
                 layout=self._layout,
                 seconds=now.at - begin.at,
                 stall=self._stall,
@@ -213,16 +214,16 @@ class Savings:
                 context=live * (begin.context / begin.num_seqs + 0.5 * tokens),
                 longest=begin.longest + 0.5 * tokens,
             )
-            self._stretches.append(stretch)
-        self._new_stretch()
+            self._intervals.append(interval)
+        self._new_interval()
 
     def _fold(self) -> None:
-        """Add the stretches up."""
-        base, stretches = self._base, self._stretches
-        elsewhere = [s for s in stretches if s.counts and (s.drafts or s.layout != base)]
+        """Add the intervals up."""
+        base, intervals = self._base, self._intervals
+        elsewhere = [s for s in intervals if s.counts and (s.drafts or s.layout != base)]
         drafted = [s for s in elsewhere if s.drafts]
-        taken = sum(s.seconds for s in stretches)
-        stalled = sum(s.stall for s in stretches)
+        taken = sum(s.seconds for s in intervals)
+        stalled = sum(s.stall for s in intervals)
         fixed = taken - stalled - sum(s.seconds - s.stall for s in elsewhere)
         fixed += sum(self._plain_seconds(base, elsewhere)) if elsewhere else 0.0
         switching = taken - sum(s.seconds - s.stall for s in drafted)
@@ -230,26 +231,26 @@ class Savings:
             here = [s for s in drafted if s.layout == layout]
             switching += sum(self._plain_seconds(layout, here))
         self._times += BatchTimes(fixed, switching, taken)
-        self._stretches = []
+        self._intervals = []
 
-    def _plain_seconds(self, layout: Layout, stretches: Sequence[Stretch]) -> list[float]:
-        """Predicts what the tokens of each stretch take in a layout without drafts, seconds."""
-        columns = [(s.live, s.tokens, s.context, s.longest) for s in stretches]
+    def _plain_seconds(self, layout: Layout, intervals: Sequence[Interval]) -> list[float]:
+        """Predicts what the tokens of each interval take in a layout without drafts, seconds."""
+        columns = [(s.live, s.tokens, s.context, s.longest) for s in intervals]
         live, tokens, context, longest = np.array(columns).T
-        done = Course(live, live, tokens, context, longest)
+        done = BatchForecast(live, live, tokens, context, longest)
         return (self._planner.token_seconds(layout, done) * tokens).tolist()
 
 
-def in_step(stretches: Sequence[Stretch], lengths: Sequence[int]) -> list[Stretch]:
+def in_step(intervals: Sequence[Interval], lengths: Sequence[int]) -> list[Interval]:
     """With the tokens that they would have, did all requests of the batch advance alike.
 
     With drafts they do not, and those that are left at the end are not the longest. Without, there
     are m live from where the next longer of `lengths` has ended until the m-th longest ends.
     """
-    if not stretches:
+    if not intervals:
         return []
-    tokens = np.array([s.tokens for s in stretches], np.float64)
-    lives, place = np.unique([s.live for s in stretches], return_inverse=True)
+    tokens = np.array([s.tokens for s in intervals], np.float64)
+    lives, place = np.unique([s.live for s in intervals], return_inverse=True)
     ends = np.append(np.sort(lengths)[::-1], 0)
     live = np.arange(1, len(ends))
     above = np.minimum(lives.searchsorted(live), len(lives) - 1)
@@ -257,4 +258,4 @@ def in_step(stretches: Sequence[Stretch], lengths: Sequence[int]) -> list[Stretc
     nearest = np.where(live - lives[below] <= lives[above] - live, below, above)
     needed = np.bincount(nearest, weights=ends[:-1] - ends[1:], minlength=len(lives))
     tokens = tokens * needed[place] / np.bincount(place, weights=tokens)[place]
-    return [replace(s, tokens=count) for s, count in zip(stretches, tokens.tolist(), strict=True)]
+    return [replace(s, tokens=count) for s, count in zip(intervals, tokens.tolist(), strict=True)]

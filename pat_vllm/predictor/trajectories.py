@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pat_vllm.predictor.course import Course
+from pat_vllm.predictor.forecast import BatchForecast
 from pat_vllm.predictor.state import REMEMBERED_TURNS, Floats, Ints, LiveRequests, Turn
 
 _GAPS = 512
@@ -40,7 +40,7 @@ _FAR = 16.0
 _MOST_WAITING = 4096
 """Trajectories that wait, of those that are likeliest to return, whose futures are sampled."""
 _PARTS = 16
-"""Parts of a course."""
+"""Parts of a forecast."""
 _SEED = 0
 """Every time the same: looks differ by what was seen, not by luck."""
 
@@ -215,7 +215,7 @@ class Trajectories:
         return Futures(begins, stops, held, over)
 
 
-def course_of_turns(futures: Futures) -> Course:
+def forecast_of_turns(futures: Futures) -> BatchForecast:
     """What lies ahead, in parts that follow each other in time; the last one first.
 
     Args:
@@ -258,7 +258,7 @@ def course_of_turns(futures: Futures) -> Course:
     mean_live = np.maximum(mean(live), 1.0)
     mean_context = np.maximum(mean(context), 1.0)
     most = np.maximum.reduceat(live.mean(axis=1), parts)[nonempty][::-1]
-    return Course(
+    return BatchForecast(
         live=mean_live,
         most=np.maximum(most, mean_live),
         steps=(np.add.reduceat(steps.mean(axis=1), parts)[nonempty])[::-1],

@@ -24,9 +24,9 @@ from pat_vllm.kv_transfer.plan import RequestBlocks, plan_moves
 from pat_vllm.layout import Layout
 from pat_vllm.profiling import quality
 from pat_vllm.profiling.grid import Plan, StepPoint, SwitchPoint, estimate
-from pat_vllm.profiling.profile import StepSample, StepShape, SwitchSample
-from pat_vllm.profiling.stream import Stream
-from pat_vllm.routing import Placed, spread
+from pat_vllm.profiling.samples import StepSample, StepShape, SwitchSample
+from pat_vllm.profiling.synthetic_steps import SyntheticSteps
+from pat_vllm.routing import RequestPlacement, spread
 from pat_vllm.worker.synthetic import (
     FIRST_BLOCK,
     SyntheticRequest,
@@ -116,7 +116,7 @@ class Profiler:
     def _measure_step(self, point: StepPoint, patience: float) -> None:
         self._enter(point.layout)
         streams = {
-            replica: Stream(
+            replica: SyntheticSteps(
                 point, self._plan.limits, self._prefix(), self._use_v2, self._vocabulary
             )
             for replica in range(point.busy)
@@ -137,7 +137,7 @@ class Profiler:
         self.steps.append(StepSample.of(point.layout, shape, times))
 
     def _cadence(
-        self, streams: dict[int, Stream], patience: float
+        self, streams: dict[int, SyntheticSteps], patience: float
     ) -> tuple[list[float], list[tuple[int, int]]]:
         """Step times of all streams' settled steps, running side by side until they suffice.
 
@@ -218,7 +218,7 @@ class Profiler:
             return
         prefix = self._prefix()
         requests = [
-            Placed(f"{prefix}-{i}", i % source.replicas, point.context)
+            RequestPlacement(f"{prefix}-{i}", i % source.replicas, point.context)
             for i in range(point.num_seqs)
         ]
         before = self._allot(requests, {r.request_id: r.replica for r in requests}, source)
@@ -237,7 +237,7 @@ class Profiler:
         self,
         source: Layout,
         target: Layout,
-        requests: Sequence[Placed],
+        requests: Sequence[RequestPlacement],
         before: _Allotted,
         after: _Allotted,
     ) -> None:
@@ -267,7 +267,7 @@ class Profiler:
         )
 
     def _allot(
-        self, requests: Sequence[Placed], placement: Mapping[str, int], layout: Layout
+        self, requests: Sequence[RequestPlacement], placement: Mapping[str, int], layout: Layout
     ) -> _Allotted:
         """Requests that decode, with blocks in their replicas."""
         limits = self._plan.limits

@@ -3,7 +3,7 @@
 Imports neither torch nor vLLM.
 """
 
-from pat_vllm.reporting.history import History, Records
+from pat_vllm.reporting.history import EngineHistory, RingBuffer
 from pat_vllm.reporting.run import Run
 from pat_vllm.reporting.text import describe_awaited
 from pat_vllm.reporting.values import (
@@ -30,13 +30,13 @@ __all__ = [
     "DecisionReport",
     "DraftCounts",
     "DraftSample",
-    "History",
+    "EngineHistory",
     "LayoutSteps",
     "LiveSample",
     "PredictorReport",
-    "Records",
     "RefusedSwitch",
     "Report",
+    "RingBuffer",
     "Run",
     "SwitchReport",
     "describe_awaited",

@@ -36,7 +36,7 @@ _R = TypeVar("_R")
 _at = attrgetter("at")
 
 
-class Records(Generic[_R]):
+class RingBuffer(Generic[_R]):
     """The last records of one kind, ordered by their time `at`.
 
     One thread writes. Every thread may read: a report is also asked for beside a running engine.
@@ -75,7 +75,7 @@ class _StepTimes:
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=_MAX_STEP_TIMES))
 
 
-class History:
+class EngineHistory:
     """Bounded records of switches, steps and unfinished requests, at microseconds per step.
 
     The engine's thread writes. `report` may be called from every thread.
@@ -88,9 +88,9 @@ class History:
             chosen: how the engine's layouts were, in a line.
         """
         self._chosen = chosen
-        self._switches: Records[SwitchReport] = Records(MAX_RECORDS)
-        self._refused: Records[RefusedSwitch] = Records(MAX_RECORDS)
-        self._timeline: Records[LiveSample] = Records(MAX_RECORDS)
+        self._switches: RingBuffer[SwitchReport] = RingBuffer(MAX_RECORDS)
+        self._refused: RingBuffer[RefusedSwitch] = RingBuffer(MAX_RECORDS)
+        self._timeline: RingBuffer[LiveSample] = RingBuffer(MAX_RECORDS)
         self._drafts: deque[DraftSample] = deque(maxlen=MAX_RECORDS)
         self._counting: dict[int, DraftSample] = {}
         self._errors = 0

@@ -13,7 +13,7 @@ from pydantic import ConfigDict, PlainSerializer, PlainValidator, TypeAdapter, V
 from pat_vllm.files.reading import FileError, first_problem, name_of, read_json, shown
 from pat_vllm.files.writing import write_whole
 from pat_vllm.layout import Layout
-from pat_vllm.reporting.plot import plot_report
+from pat_vllm.reporting.report_plot import plot_report
 from pat_vllm.reporting.text import describe_report
 
 FORMAT = 1

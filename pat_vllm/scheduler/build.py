@@ -9,10 +9,10 @@ from pat_vllm.config import chosen, home_layout, layouts_of, pat_config
 from pat_vllm.drafts.history_file import HistoryFile
 from pat_vllm.executor.executor import executor_of
 from pat_vllm.limits import limits_by_tp
-from pat_vllm.metrics.updates import Updates
+from pat_vllm.metrics.metric_updates import MetricUpdates
 from pat_vllm.predictor.cost import CostModel
 from pat_vllm.profiling.load import load_or_measure
-from pat_vllm.reporting import History
+from pat_vllm.reporting import EngineHistory
 from pat_vllm.scheduler.draft_rows import DraftRows
 from pat_vllm.scheduler.layout_controller import LayoutController
 from pat_vllm.scheduler.make_policy import make_policy
@@ -66,12 +66,12 @@ def build(
         executor.reseed(draft_rows.salt)
     monitor = Monitor(
         policy,
-        History(chosen(vllm_config)),
+        EngineHistory(chosen(vllm_config)),
         RequestTable(max_model_len, getattr(config.policy, "length_bound", None)),
         speculates=vllm_config.speculative_config is not None,
         turns=Turns(stock["hash_block_size"] or stock["block_size"]),
         draft_rows=draft_rows,
-        metrics=Updates() if log_stats else None,
+        metrics=MetricUpdates() if log_stats else None,
     )
     replica_set = ReplicaSet(
         home_layout(vllm_config),

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
     from pat_vllm.executor.executor import StepResult
     from pat_vllm.layout import Layout
-    from pat_vllm.metrics.updates import Updates
+    from pat_vllm.metrics.metric_updates import MetricUpdates
     from pat_vllm.predictor.policy import Policy
-    from pat_vllm.reporting import History, RefusedSwitch, SwitchReport
+    from pat_vllm.reporting import EngineHistory, RefusedSwitch, SwitchReport
     from pat_vllm.scheduler.draft_rows import DraftRows
     from pat_vllm.scheduler.replica import Replica
     from pat_vllm.turns import Turns
@@ -47,12 +47,12 @@ class Monitor:
     def __init__(
         self,
         policy: Policy,
-        history: History,
+        history: EngineHistory,
         requests: RequestTable,
         speculates: bool,
         turns: Turns,
         draft_rows: DraftRows,
-        metrics: Updates | None = None,
+        metrics: MetricUpdates | None = None,
     ) -> None:
         self._speculates = speculates
         self.policy = policy

@@ -12,7 +12,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 from pat_vllm.chains import Chain, PlacedChain, Run, fill
 from pat_vllm.kinds import densest, longest_hit
 from pat_vllm.kv_transfer.plan import RequestBlocks
-from pat_vllm.routing import Placed, spread
+from pat_vllm.routing import RequestPlacement, spread
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -76,7 +76,10 @@ def place_chains(
             prefixes.append((chain[:longest], cached.index(longest)))
     names = [f"{i:09}" for i in range(len(prefixes))]  # of equally long ones, the first one first
     placement = spread(
-        [Placed(name, at, len(chain)) for name, (chain, at) in zip(names, prefixes, strict=True)],
+        [
+            RequestPlacement(name, at, len(chain))
+            for name, (chain, at) in zip(names, prefixes, strict=True)
+        ],
         source,
         target,
     )

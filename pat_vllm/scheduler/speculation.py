@@ -13,9 +13,9 @@ from pat_vllm.worker.layout_config import lengths_of
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig
 
+    from pat_vllm.draft_schedule import Schedule
     from pat_vllm.layout import Layout
     from pat_vllm.scheduler.replica import Replica
-    from pat_vllm.speculation import Schedule
 
 
 def lengths_to_plan(config: SpeculativeConfig | None) -> tuple[int, ...]:

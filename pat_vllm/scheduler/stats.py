@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from vllm.v1.metrics.stats import PrefixCacheStats, SchedulerStats
     from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-    from pat_vllm.metrics.updates import Updates
+    from pat_vllm.metrics.metric_updates import MetricUpdates
     from pat_vllm.scheduler.scheduler import PATScheduler
 
 
@@ -111,7 +111,7 @@ def merge_outputs(into: dict[int, EngineCoreOutputs], other: dict[int, EngineCor
 
 
 def send_metrics(
-    updates: Updates,
+    updates: MetricUpdates,
     outputs: dict[int, EngineCoreOutputs],
     make_stats: Callable[[], SchedulerStats | None],
 ) -> None:

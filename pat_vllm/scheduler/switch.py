@@ -28,7 +28,7 @@ from pat_vllm.layout import Layout
 from pat_vllm.reporting import SwitchReport
 from pat_vllm.scheduler.in_place import keeps_places
 from pat_vllm.scheduler.replica import Replica
-from pat_vllm.scheduler.switch_plan import Carried, Carry, StayInPlace, SwitchPlan
+from pat_vllm.scheduler.switch_plan import CarriedRequest, Carry, StayInPlace, SwitchPlan
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -184,7 +184,7 @@ def _plan(
         raise PlanningFailed(f"{type(error).__name__}: {error}") from error
 
 
-def _carried(active: ReplicaSet, target: Layout, costs: CostModel) -> list[Carried]:
+def _carried(active: ReplicaSet, target: Layout, costs: CostModel) -> list[CarriedRequest]:
     """The unfinished requests in the order in which they are to be served: what has begun comes
     first, wherever it was, then what arrived first.
 
@@ -198,7 +198,7 @@ def _carried(active: ReplicaSet, target: Layout, costs: CostModel) -> list[Carri
             computed = request.num_computed_tokens
             move_is_cheaper = costs.choose(computed, active.layout, target, num_seqs) == "migrate"
             carried.append(
-                Carried(
+                CarriedRequest(
                     request=request,
                     replica=replica.index,
                     computed=computed,

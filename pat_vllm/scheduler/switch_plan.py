@@ -16,7 +16,7 @@ from pat_vllm.kv_transfer.connector import LoadMetadata
 from pat_vllm.kv_transfer.plan import BlockMove, RequestBlocks, plan_moves
 from pat_vllm.layout import Layout
 from pat_vllm.patches.schedulers import linear_time_admission, queue_with_blocks
-from pat_vllm.routing import Placed, spread
+from pat_vllm.routing import RequestPlacement, spread
 from pat_vllm.scheduler.prefix_cache import carry_cached, num_cached, place_chains
 from pat_vllm.scheduler.replica import Replica
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Carried:
+class CarriedRequest:
     """A live request at a switch.
 
     Attributes:
@@ -47,7 +47,7 @@ class Carried:
 
 
 @dataclass(frozen=True)
-class _Load:
+class _Admission:
     """What a new replica is to receive: its scheduler's step, and blocks by request and group."""
 
     step: SchedulerOutput
@@ -66,7 +66,7 @@ class SwitchPlan:
         cached_tokens: tokens of cached prefixes among it that no request uses.
     """
 
-    carried: Sequence[Carried]
+    carried: Sequence[CarriedRequest]
     replicas: list[Replica]
     placement: Mapping[str, int]
     moves: tuple[BlockMove, ...]
@@ -92,7 +92,7 @@ class StayInPlace(SwitchPlan):
     """The replicas go on with their requests, blocks and KV (see `in_place.py`)."""
 
     @classmethod
-    def of(cls, carried: Sequence[Carried], active: ReplicaSet) -> StayInPlace:
+    def of(cls, carried: Sequence[CarriedRequest], active: ReplicaSet) -> StayInPlace:
         """Plan it."""
         placement = {c.request.request_id: c.replica for c in carried}
         return cls(carried, active.replicas, placement, moves=(), cached_tokens=0)
@@ -113,12 +113,12 @@ class Carry(SwitchPlan):
         loads: what each new replica is to receive.
     """
 
-    loads: Sequence[_Load]
+    loads: Sequence[_Admission]
 
     @classmethod
     def of(
         cls,
-        carried: Sequence[Carried],
+        carried: Sequence[CarriedRequest],
         chains: Sequence[Chain] | None,
         active: ReplicaSet,
         target: Layout,
@@ -133,7 +133,10 @@ class Carry(SwitchPlan):
         """
         source = active.layout
         placement = spread(
-            [Placed(c.request.request_id, c.replica, c.request.num_tokens) for c in carried],
+            [
+                RequestPlacement(c.request.request_id, c.replica, c.request.num_tokens)
+                for c in carried
+            ],
             source,
             target,
         )
@@ -165,7 +168,9 @@ class Carry(SwitchPlan):
         return sum(len(load.blocks) for load in self.loads)
 
 
-def _allocate(carried: Sequence[Carried], placement: Mapping[str, int], replica: Replica) -> _Load:
+def _allocate(
+    carried: Sequence[CarriedRequest], placement: Mapping[str, int], replica: Replica
+) -> _Admission:
     """Let a new scheduler allocate blocks for the KV that migrates to it.
 
     It sees requests whose tokens are computed elsewhere (`PATConnector`). One scheduling pass
@@ -187,11 +192,11 @@ def _allocate(carried: Sequence[Carried], placement: Mapping[str, int], replica:
     replica.connector.withdraw()
     metadata = step.kv_connector_metadata
     assert isinstance(metadata, LoadMetadata)
-    return _Load(step, metadata.blocks)
+    return _Admission(step, metadata.blocks)
 
 
 def _request_blocks(
-    carried: Sequence[Carried], replicas: Sequence[Replica], loads: Sequence[_Load]
+    carried: Sequence[CarriedRequest], replicas: Sequence[Replica], loads: Sequence[_Admission]
 ) -> list[RequestBlocks]:
     """Old and new blocks of each request that migrates."""
     by_id = {c.request.request_id: c for c in carried}
@@ -218,13 +223,13 @@ def _request_blocks(
 
 
 def _carry_caches(
-    carried: Sequence[Carried],
+    carried: Sequence[CarriedRequest],
     chains: Sequence[Chain] | None,
     active: ReplicaSet,
     target: Layout,
     fresh: Sequence[Replica],
     placement: Mapping[str, int],
-    loads: Sequence[_Load],
+    loads: Sequence[_Admission],
 ) -> list[RequestBlocks]:
     """Fill blocks that are left free with what is cached, in the order that `Carry.of` tells."""
     loaded = {id_ for load in loads for id_ in load.blocks}
@@ -256,7 +261,7 @@ def _carry_caches(
     return carry_cached(wanted, held, active.replicas, fresh)
 
 
-def _found_with_more(carried: Carried, kinds: Kinds) -> Chain:
+def _found_with_more(carried: CarriedRequest, kinds: Kinds) -> Chain:
     """The full blocks of a request whose KV moves; none if what moves is enough for a hit of them.
 
     A hit needs the window before their end. The request's own window has moved on since, and no
@@ -268,7 +273,7 @@ def _found_with_more(carried: Carried, kinds: Kinds) -> Chain:
     return carried.request.block_hashes[:full]
 
 
-def _rewind(carried: Carried) -> None:
+def _rewind(carried: CarriedRequest) -> None:
     """Make a request look to its new scheduler like a preempted one, or leave it a new one."""
     request = carried.request
     request.num_computed_tokens = 0

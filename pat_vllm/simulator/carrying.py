@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pat_vllm.layout import Layout
-from pat_vllm.routing import Placed, spread
-from pat_vllm.simulator.replica import SimulatedReplica
-from pat_vllm.simulator.requests import SimulatedRequests
+from pat_vllm.routing import RequestPlacement, spread
+from pat_vllm.simulator.simulated_replica import SimulatedReplica
+from pat_vllm.simulator.simulated_requests import SimulatedRequests
 
 
 @dataclass(frozen=True)
-class Carried:
+class CarryResult:
     """What a switch has carried.
 
     Attributes:
@@ -45,7 +45,7 @@ def carry(
     fresh: Sequence[SimulatedReplica],
     source: Layout,
     target: Layout,
-) -> Carried:
+) -> CarryResult:
     """Carry the live requests and, in traces with turns, contexts.
 
     Args:
@@ -83,12 +83,12 @@ def carry(
         cached = _carry_contexts(requests, replicas, fresh, source, target, placement, room)
     if source.shares_kv(target):
         cached = 0  # where it was
-    return Carried(len(live), migrated, recomputed, tokens, cached)
+    return CarryResult(len(live), migrated, recomputed, tokens, cached)
 
 
 def _spread(held: Mapping[int, tuple[int, int]], source: Layout, target: Layout) -> dict[int, int]:
     """Replicas of `target`, as an engine spreads what (replica, tokens) are of `source`."""
-    placed = [Placed(f"{i:09}", replica, tokens) for i, (replica, tokens) in held.items()]
+    placed = [RequestPlacement(f"{i:09}", replica, tokens) for i, (replica, tokens) in held.items()]
     return {int(name): replica for name, replica in spread(placed, source, target).items()}
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from vllm.v1.worker.gpu.spec_decode.ngram.speculator import NgramGPUSpeculator
 
-from pat_vllm.kernels.suffix import draft, score_blocks
+from pat_vllm.kernels.suffix_match import draft, score_blocks
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner as RunnerV1
 
-    from pat_vllm.worker.handover import Handover
+    from pat_vllm.worker.request_state import RequestStateTransfer
 
     ModelRunner: TypeAlias = RunnerV1 | RunnerV2
 
@@ -146,11 +146,11 @@ def largest_first(runtimes: Iterable[LayoutRuntime]) -> list[LayoutRuntime]:
     return sorted(runtimes, key=rows, reverse=True)
 
 
-def share_buffers(runtimes: Iterable[LayoutRuntime], handover: Handover) -> None:
+def share_buffers(runtimes: Iterable[LayoutRuntime], state_transfer: RequestStateTransfer) -> None:
     """Have loaded layouts use the per-request or per-token buffers of the one with most rows."""
     host, *others = largest_first(runtimes)
     for runtime in others:
-        handover.share(host.runner, runtime.runner)
+        state_transfer.share(host.runner, runtime.runner)
 
 
 def shut_down_beside(active: LayoutRuntime, runtimes: Iterable[LayoutRuntime]) -> None:

@@ -20,7 +20,7 @@ class SideStream:
             self._stream = self._module.Stream()
 
     @contextmanager
-    def beside(self) -> Iterator[None]:
+    def overlap(self) -> Iterator[None]:
         """Queue what is done inside after what is queued so far, and beside what comes later."""
         if self._module is None:
             yield

@@ -17,14 +17,14 @@ from vllm.v1.worker.worker_base import CompilationTimes
 from pat_vllm.config import home_layout, layouts_of, pat_config
 from pat_vllm.drafts.shelf import RowUpdate, Shelf
 from pat_vllm.executor.lanes import LaneHandles, WorkerLanes
-from pat_vllm.executor.leftovers import Made, made_here
 from pat_vllm.executor.messages import (
     ResolvedKernels,
     SwitchCommand,
     SwitchTimes,
     TransferRates,
 )
-from pat_vllm.executor.orphan import exit_when_orphaned
+from pat_vllm.executor.os_resources import OsResources, os_resources_here
+from pat_vllm.executor.parent_watchdog import exit_when_orphaned
 from pat_vllm.kv_transfer.exchange import Exchange
 from pat_vllm.kv_transfer.kv_buffer import SharedKVBuffer
 from pat_vllm.kv_transfer.plan import BlockMove
@@ -39,7 +39,6 @@ from pat_vllm.patches.groups import (
 from pat_vllm.patches.linear_attention import end_prompts_parts_with_blocks
 from pat_vllm.patches.runners import attention_workspace, buffers_of, use_attention_workspace
 from pat_vllm.worker.drafters import history_bytes, install_drafter
-from pat_vllm.worker.handover import Handover, gather_states, handover_for
 from pat_vllm.worker.layout_config import (
     keep_block_size,
     kinds_of,
@@ -47,6 +46,7 @@ from pat_vllm.worker.layout_config import (
     layout_kv_cache_config,
 )
 from pat_vllm.worker.layout_weights import LayoutWeights
+from pat_vllm.worker.request_state import RequestStateTransfer, gather_states, state_transfer_for
 from pat_vllm.worker.runtime import (
     LayoutRuntime,
     cpu_world_group,
@@ -58,8 +58,8 @@ from pat_vllm.worker.runtime import (
     shut_down_beside,
 )
 from pat_vllm.worker.side_stream import SideStream
-from pat_vllm.worker.updates import WeightUpdatesMixin
 from pat_vllm.worker.warmup import warm_up, warm_up_moves
+from pat_vllm.worker.weight_updates import WeightUpdatesMixin
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -126,7 +126,7 @@ class PATWorkerMixin(WeightUpdatesMixin, _Base):
             if history_bytes(engine_config):
                 install_drafter(runtime.runner, self._shelf)
             prepare_drafter(runtime.runner)
-        self._handover: Handover = handover_for(self._base.runner)
+        self._state_transfer: RequestStateTransfer = state_transfer_for(self._base.runner)
         self._exchange = Exchange(device_world_group(), self.device)
         self._side = SideStream(self.device)
         self._activate(self._base)
@@ -157,7 +157,7 @@ class PATWorkerMixin(WeightUpdatesMixin, _Base):
             if runtime is self._base:
                 engine = self.weight_transfer_engine
             loaded.append(runtime)
-            share_buffers(loaded, self._handover)
+            share_buffers(loaded, self._state_transfer)
         self._weights.finish_loading()
         self.weight_transfer_engine = engine
 
@@ -247,7 +247,7 @@ class PATWorkerMixin(WeightUpdatesMixin, _Base):
 
     # ---------------------------------------------------------------- steps
 
-    def pat_open_lanes(self, handles: LaneHandles) -> tuple[Handle, Made]:
+    def pat_open_lanes(self, handles: LaneHandles) -> tuple[Handle, OsResources]:
         """Open this rank's ends of the lanes.
 
         Returns:
@@ -255,7 +255,7 @@ class PATWorkerMixin(WeightUpdatesMixin, _Base):
         """
         self._lanes = WorkerLanes(handles, self.rank, self._runtimes, self.device)
         ring = self._lanes.reply_handle()
-        return ring, made_here(ring, self.distributed_init_method)
+        return ring, os_resources_here(ring, self.distributed_init_method)
 
     def pat_lanes_ready(self) -> None:
         """Block until the engine has opened its ends."""
@@ -324,10 +324,12 @@ class PATWorkerMixin(WeightUpdatesMixin, _Base):
         assert source is self._active, f"rank {self.rank} is in {self._active.layout}"
 
         started = clock()
-        states = gather_states(self._handover, source.runner, command, self.rank, cpu_world_group())
+        states = gather_states(
+            self._state_transfer, source.runner, command, self.rank, cpu_world_group()
+        )
         gathered = clock()
 
-        with self._side.beside():
+        with self._side.overlap():
             weight_bytes = self._weights.arrange(target.layout)
         resharded = clock()
 
@@ -341,11 +343,11 @@ class PATWorkerMixin(WeightUpdatesMixin, _Base):
         self._side.wait()
         weights_done = clock()
 
-        self._handover.clear(source.runner)
+        self._state_transfer.clear(source.runner)
         self._activate(target)
         replica = command.target.replica_of(self.rank)
         seed_replica(self._seed, self._salt, command.switch_id, replica)
-        self._handover.give(target.runner, states)
+        self._state_transfer.restore(target.runner, states)
         return SwitchTimes(
             states=gathered - started,
             # Rows of weights move beside the KV; this is what they add to the stall.

@@ -20,7 +20,7 @@ import pytest
 import pat_vllm
 from benchmarks.endurance.callers import ASYNC, SYNC
 from benchmarks.endurance.kills import Kill
-from pat_vllm.executor import orphan
+from pat_vllm.executor import parent_watchdog
 from tests.engine.specs import SMALL_KV, SMALL_LATENT
 from tests.support.engines import Job, run
 from tests.support.faults import (
@@ -85,7 +85,7 @@ def go_on(watch: Callable[[], None], started: Path) -> None:
     """Goes on, whatever becomes of the parent."""
     # Not the one of processes from the tests' server.
     os.getppid = posix.getppid
-    orphan._SHUTDOWN_SECONDS = orphan._GRACE_SECONDS = 1.0
+    parent_watchdog._SHUTDOWN_SECONDS = parent_watchdog._GRACE_SECONDS = 1.0
     watch()
     # Of an engine core: a worker that hears no signal but the last.
     worker = multiprocessing.get_context("fork").Process(target=threading.Event().wait)
@@ -113,10 +113,12 @@ def test_an_orphan_ends(shutdown: Callable[[Path], None] | None, tmp_path: Path)
     started, asked = tmp_path / "started", tmp_path / "asked"
     arguments: tuple[Any, ...]
     if shutdown is not None:
-        watch = functools.partial(orphan.end_when_orphaned, functools.partial(shutdown, asked))
+        watch = functools.partial(
+            parent_watchdog.end_when_orphaned, functools.partial(shutdown, asked)
+        )
         arguments = ("EngineCore_DP0", watch, started)
     else:
-        arguments = ("VllmWorker-1", orphan.exit_when_orphaned, started)
+        arguments = ("VllmWorker-1", parent_watchdog.exit_when_orphaned, started)
     process = context().Process(target=parent_of, args=arguments)
     process.start()
     try:

@@ -15,7 +15,7 @@ from pat_vllm.metrics.names import METRICS
 from pat_vllm.reporting import SWITCH_REASONS
 from tests.engine.specs import DRAFTS
 from tests.support.engines import Job, run
-from tests.unit.metrics.test_updates import exported
+from tests.unit.metrics.test_metric_updates import exported
 from tests.vllm.metrics.exported import samples, series
 
 pytestmark = pytest.mark.engine(DRAFTS)

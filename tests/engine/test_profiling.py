@@ -20,15 +20,15 @@ from pat_vllm.layout import Layout
 from pat_vllm.profiling import cache as profile_cache
 from pat_vllm.profiling import load, quality
 from pat_vllm.profiling.grid import POINTS, Plan, StepPoint
-from pat_vllm.profiling.profile import Profile, ProfileError
 from pat_vllm.profiling.runner import Profiler
-from pat_vllm.profiling.stream import Stream
+from pat_vllm.profiling.samples import Profile, ProfileError
+from pat_vllm.profiling.synthetic_steps import SyntheticSteps
 from tests.engine.specs import DENSE, DRAFTS
 from tests.engine.speculation.batch import batch
 from tests.engine.speculation.in_workers import generated
 from tests.support.engines import Job, run, scheduler_of
-from tests.unit.profiling.test_profile import step
 from tests.unit.profiling.test_quality import NOISY
+from tests.unit.profiling.test_samples import step
 from tests.vllm.scheduler.protocol import MOST
 
 pytestmark = pytest.mark.engine(DENSE)
@@ -210,10 +210,10 @@ def test_a_speculating_engine_is_profiled(llm: Any, monkeypatch: pytest.MonkeyPa
     chosen = [p for p in chosen if p.k or (p.batch in (1, 16, 32) and p.busy == p.layout.replicas)]
     assert {(p.k, p.hits) for p in chosen} == {(0, False), (2, True), (MOST, True), (MOST, False)}
 
-    executor, end = scheduler_of(llm).replica_set.executor, Stream.end
+    executor, end = scheduler_of(llm).replica_set.executor, SyntheticSteps.end
     compared: list[tuple[Any, Any]] = []
 
-    def ending(stream: Stream) -> Any:
+    def ending(stream: SyntheticSteps) -> Any:
         """Runners and the stream have counted as many tokens of each request."""
         names = [request.request_id for request in stream._decoding]
         for worker in executor.collective_rpc(generated):
@@ -222,7 +222,7 @@ def test_a_speculating_engine_is_profiled(llm: Any, monkeypatch: pytest.MonkeyPa
         return end(stream)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Stream, "end", ending)
+        patch.setattr(SyntheticSteps, "end", ending)
         (answer,) = llm.collective_rpc("pat_profile", args=(POINTS.dump_python([*chosen]), True))
     assert compared and all(held == counted for held, counted in compared)
     assert serve(llm) == before

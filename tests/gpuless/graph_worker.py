@@ -33,7 +33,7 @@ from vllm.v1.worker.workspace import init_workspace_manager
 
 from pat_vllm.executor.messages import SwitchCommand
 from pat_vllm.layout import Experts, Layout
-from pat_vllm.patches.experts import _plain_experts
+from pat_vllm.patches.expert_layers import _plain_experts
 from pat_vllm.worker import worker as worker_module
 from pat_vllm.worker.gpu_worker import PATGPUWorker
 from tests.gpuless.cuda_graphs import Driver

@@ -32,8 +32,8 @@ from pat_vllm.layout import Layout
 from pat_vllm.weights.inplace import InPlaceShards
 from pat_vllm.weights.model_weights import model_weights
 from pat_vllm.worker import worker as worker_module
-from pat_vllm.worker.handover import V2Handover
 from pat_vllm.worker.layout_weights import LayoutWeights
+from pat_vllm.worker.request_state import V2RequestStateTransfer
 from pat_vllm.worker.runtime import LayoutRuntime
 from pat_vllm.worker.side_stream import SideStream
 from pat_vllm.worker.worker import PATWorkerMixin
@@ -288,7 +288,7 @@ def make_worker(devices: Devices, group: Group, rank: int, models: dict[int, nn.
     for model in others:
         strategy.fill(model)
     strategy.release()
-    worker._handover = V2Handover()
+    worker._state_transfer = V2RequestStateTransfer()
     worker._exchange = Exchange(group, CUDA)  # type: ignore[arg-type]
     worker._side = SideStream(CUDA)
     worker._activate(worker._base)

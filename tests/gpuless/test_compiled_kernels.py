@@ -20,7 +20,7 @@ from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, MambaSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from pat_vllm.kernels import kv, suffix, swap
+from pat_vllm.kernels import kv, suffix_match, swap
 from pat_vllm.kinds import LinearAttention
 from pat_vllm.known_models import MODEL_SHAPES
 from pat_vllm.kv_transfer.exchange import _words
@@ -168,8 +168,8 @@ def test_drafters(capability: int) -> None:
     with compiled_for(capability) as kernels:
         for states, longest, longest_other in ((1, 512, 0), (256, 32768, 1 << 17)):
             tokens = torch.empty(states, longest, dtype=torch.int32)
-            blocks = suffix.score_blocks(longest, longest_other)
-            suffix.draft(
+            blocks = suffix_match.score_blocks(longest, longest_other)
+            suffix_match.draft(
                 tokens,
                 states=torch.zeros(states, dtype=torch.int32),
                 lengths=torch.zeros(states, dtype=torch.int32),

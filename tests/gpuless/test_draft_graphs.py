@@ -20,8 +20,8 @@ from vllm.platforms import current_platform
 from pat_vllm.config import layouts_of
 from pat_vllm.layout import Layout
 from pat_vllm.patches import drafts as patches
-from pat_vllm.worker.handover import V1Handover
 from pat_vllm.worker.layout_config import layout_config, lengths_of
+from pat_vllm.worker.request_state import V1RequestStateTransfer
 from tests.gpuless.replaced import replace
 from tests.support.models import random_model
 
@@ -192,12 +192,12 @@ def test_model_runner_v1_has_graphs_of_pieces_only(monkeypatch: pytest.MonkeyPat
 
 def test_the_tokens_of_model_runner_v1_on_the_device_are_there_once() -> None:
     """Whichever layout has room for more requests."""
-    handover: Any = V1Handover()
+    state_transfer: Any = V1RequestStateTransfer()
     for order in ((4, 2), (2, 4)):
         host, other = (SimpleNamespace(token_ids_gpu_tensor=torch.zeros(n, 8)) for n in order)
-        handover.share(host, other)
+        state_transfer.share(host, other)
         shared = [runner.token_ids_gpu_tensor for runner in (host, other)]
         assert [len(tokens) for tokens in shared] == [*order]
         assert shared[0].data_ptr() == shared[1].data_ptr()
-    handover.share(SimpleNamespace(), other := SimpleNamespace())
+    state_transfer.share(SimpleNamespace(), other := SimpleNamespace())
     assert not vars(other), "a drafter on the host has none"

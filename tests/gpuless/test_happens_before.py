@@ -28,7 +28,7 @@ from pat_vllm.layout import Layout
 from pat_vllm.weights.inplace import InPlaceShards
 from pat_vllm.weights.materialized import MaterializedShards
 from pat_vllm.weights.model_weights import model_weights
-from pat_vllm.worker import updates
+from pat_vllm.worker import weight_updates
 from tests.gpuless import rank_worker
 from tests.gpuless.devices import CUDA, imitated
 from tests.gpuless.nccl import Group
@@ -156,7 +156,7 @@ def test_buckets() -> None:
 
 def test_a_call_in_every_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     """It finds rows in place, whichever stream it reads them on."""
-    monkeypatch.setattr(updates, "_IN_EVERY_LAYOUT", {"look"})
+    monkeypatch.setattr(weight_updates, "_IN_EVERY_LAYOUT", {"look"})
 
     def rank_main(worker: Any) -> None:
         seen: list[int] = []

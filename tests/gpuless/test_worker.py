@@ -17,7 +17,11 @@ from pat_vllm.executor.messages import SwitchCommand
 from pat_vllm.layout import Layout
 from pat_vllm.patches.runners import input_embeddings_of, token_ids_of
 from pat_vllm.worker.cpu_worker import PATCPUWorker
-from pat_vllm.worker.handover import V1Handover, V2Handover, gather_states
+from pat_vllm.worker.request_state import (
+    V1RequestStateTransfer,
+    V2RequestStateTransfer,
+    gather_states,
+)
 from pat_vllm.worker.runtime import largest_first
 from tests.gpuless.replaced import replace
 
@@ -121,12 +125,15 @@ def test_states_are_gathered_by_all_ranks_or_none(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(
         torch.distributed, "all_gather_object", lambda into, own, group: gathering.append(group)
     )
-    for handover, expected in ((V1Handover(), list(range(RANKS))), (V2Handover(), [])):
+    for state_transfer, expected in (
+        (V1RequestStateTransfer(), list(range(RANKS))),
+        (V2RequestStateTransfer(), []),
+    ):
         gathering.clear()
         for rank in range(RANKS):
             runner: Any = SimpleNamespace(requests={})
             group: Any = rank
-            assert gather_states(handover, runner, command, rank, group) == {}
+            assert gather_states(state_transfer, runner, command, rank, group) == {}
         assert gathering == expected
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pat_vllm.child import Ended, run_module
+from pat_vllm.child import ChildResult, run_module
 from pat_vllm.doctor import stages
 from tests.engine.test_doctor import doctor, from_server
 from tests.gpuless.compiled import LITE
@@ -33,7 +33,7 @@ def test_a_mixture(from_server: None, shape: str, tmp_path: Path) -> None:
         assert f"{source} -> {target} with requests in flight" in checks["eager"]
 
 
-_kept: dict[str, Ended] = {}
+_kept: dict[str, ChildResult] = {}
 """By what stock vLLM was asked."""
 
 
@@ -41,7 +41,7 @@ _kept: dict[str, Ended] = {}
 def stock_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stock vLLM, which is not sabotaged and is eager, answers the same once for all tests."""
 
-    def run(module: str, request: str, variables: Any, told: Any, *others: Any) -> Ended:
+    def run(module: str, request: str, variables: Any, told: Any, *others: Any) -> ChildResult:
         task = json.loads(request)
         if not module.endswith("engine") or task["references"]:
             return run_module(module, request, variables, told, *others)
@@ -87,7 +87,7 @@ def graphs_on_cpu(stock_once: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if a CPU had CUDA graphs: the stages are run, and vLLM compiles as on CUDA."""
     run = stages.run_module  # of `stock_once`
 
-    def with_graphs(module: str, request: str, *others: Any) -> Ended:
+    def with_graphs(module: str, request: str, *others: Any) -> ChildResult:
         if module.endswith("engine"):  # whose workers have none to count
             request = json.dumps(json.loads(request) | {"graphs": False})
         ended = run(module, request, *others)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pat_vllm.layout import Layout
 from pat_vllm.profiling import load
-from pat_vllm.profiling.profile import Profile
+from pat_vllm.profiling.samples import Profile
 from tests.support.engines import OPTIONS, engine, scheduler_of
 from tests.support.models import random_model
 

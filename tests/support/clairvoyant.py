@@ -10,17 +10,17 @@ from numpy.typing import ArrayLike
 
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.acceptance import PLAIN
-from pat_vllm.predictor.course import course
+from pat_vllm.predictor.forecast import forecast
 from pat_vllm.predictor.planner import Planner
 from pat_vllm.predictor.policy import Policy, StayPolicy
 from pat_vllm.predictor.state import Floats, LiveRequests, LiveState
-from pat_vllm.profiling.profile import Profile, StepShape
-from pat_vllm.simulator.engine import SimulatedLiveRequests
-from pat_vllm.simulator.guesses import GuessedTokens
-from pat_vllm.simulator.replay import simulate
-from pat_vllm.simulator.run import SimulatedReport
+from pat_vllm.profiling.samples import Profile, StepShape
+from pat_vllm.simulator.accepted_drafts import AcceptedDraftTokens
+from pat_vllm.simulator.ground_truth import GroundTruth
+from pat_vllm.simulator.simulate import simulate
+from pat_vllm.simulator.simulated_engine import SimulatedLiveRequests
+from pat_vllm.simulator.simulated_report import SimulatedReport
 from pat_vllm.simulator.traces import LengthTrace
-from pat_vllm.simulator.truth import Truth
 
 _NEWS = 0.02
 """Share of the live requests that have to end before it plans again."""
@@ -40,7 +40,7 @@ class ClairvoyantPolicy(Policy):
         self,
         batches: Sequence[LengthTrace],
         layouts: Sequence[Layout],
-        truth: Truth,
+        truth: GroundTruth,
         profile: Profile,
         draft_lengths: Sequence[int] = (0,),
     ) -> None:
@@ -76,12 +76,14 @@ class ClairvoyantPolicy(Policy):
         requests = state.requests()
         assert isinstance(requests, SimulatedLiveRequests)
         missing = np.maximum(requests.num_prompt_tokens - requests.num_computed_tokens, 0)
-        ahead = course(requests, np.maximum(requests.remaining, 1)[:, None])
-        drafting = requests.drafting(self._lengths) if len(self._lengths) > 1 else PLAIN
-        outlook = self._planner.outlook(ahead, prompts=int(missing.sum()), drafting=drafting)
-        plan = outlook.plan(state.layout)
-        if drafting is not PLAIN:
-            self.drafts = outlook.drafts
+        ahead = forecast(requests, np.maximum(requests.remaining, 1)[:, None])
+        draft_yield = requests.draft_yield(self._lengths) if len(self._lengths) > 1 else PLAIN
+        layout_costs = self._planner.layout_costs(
+            ahead, prompts=int(missing.sum()), draft_yield=draft_yield
+        )
+        plan = layout_costs.plan(state.layout)
+        if draft_yield is not PLAIN:
+            self.drafts = layout_costs.drafts
         return plan.best
 
     def idle(self, now: float) -> None:
@@ -91,19 +93,21 @@ class ClairvoyantPolicy(Policy):
     def _home(self, batch: LengthTrace) -> Layout:
         fresh = np.zeros(len(batch), np.int64)
         prompts, lengths = np.array(batch.num_prompt_tokens), np.array(batch.lengths)
-        ahead = course(LiveRequests.fresh(prompts, batch.max_tokens), lengths[:, None])
-        drafting = PLAIN
+        ahead = forecast(LiveRequests.fresh(prompts, batch.max_tokens), lengths[:, None])
+        draft_yield = PLAIN
         if len(self._lengths) > 1:
             every = np.arange(len(batch))
-            drafting = GuessedTokens.of(batch).drafting(every, fresh, self._lengths)
-        outlook = self._planner.outlook(ahead, prompts=int(prompts.sum()), drafting=drafting)
-        return min(self._planner.layouts, key=lambda layout: outlook.plan(layout).stay)
+            draft_yield = AcceptedDraftTokens.of(batch).draft_yield(every, fresh, self._lengths)
+        layout_costs = self._planner.layout_costs(
+            ahead, prompts=int(prompts.sum()), draft_yield=draft_yield
+        )
+        return min(self._planner.layouts, key=lambda layout: layout_costs.plan(layout).switch_later)
 
 
 def clairvoyant(
     trace: LengthTrace,
     layouts: Sequence[Layout],
-    truth: Truth,
+    truth: GroundTruth,
     profile: Profile,
 ) -> SimulatedReport:
     """A batch under `ClairvoyantPolicy`, or in a static layout where that is faster."""

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.cost import Number
-from pat_vllm.profiling.profile import StepShape
-from pat_vllm.simulator.truth import Truth
+from pat_vllm.profiling.samples import StepShape
+from pat_vllm.simulator.ground_truth import GroundTruth
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class DriftingTruth:
     """A machine that slows down: steps take `1 + slowdown` times as long after `over` seconds,
     less before, in proportion, and no more after."""
 
-    base: Truth
+    base: GroundTruth
     slowdown: float
     over: float
 
@@ -33,7 +33,7 @@ class DriftingTruth:
 class ScaledSwitches:
     """A machine whose switches take `factor` times as long as in `base`."""
 
-    base: Truth
+    base: GroundTruth
     factor: float
 
     def step_seconds(self, layout: Layout, shape: StepShape, now: float, steps: int = 1) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from pat_vllm.worker.updates import run_in_every_layout
+from pat_vllm.worker.weight_updates import run_in_every_layout
 
 sys.path.append(str(Path(__file__).parent / "plain_weights"))
 import plain_weights

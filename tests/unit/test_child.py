@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from pat_vllm import child
-from pat_vllm.child import Ended, environment, run_module
+from pat_vllm.child import ChildResult, environment, run_module
 
 ROOT = Path(__file__).parents[2]
 CHILD = "tests.support.child_module"
@@ -31,7 +31,7 @@ def test_how_a_process_ends_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of these ways at once, as they mostly wait."""
     monkeypatch.setattr(child, "_ENDING", 3.0)
 
-    def run(mode: str) -> tuple[Ended, list[dict[str, Any]]]:
+    def run(mode: str) -> tuple[ChildResult, list[dict[str, Any]]]:
         events: list[dict[str, Any]] = []
         silence = 6.0 if mode == "hangs" else 60.0
         return run_module(CHILD, mode, os.environ, events.append, silence), events

@@ -12,17 +12,17 @@ from hypothesis import strategies as st
 
 from pat_vllm.config import PATConfig, home_layout, with_own_files
 from pat_vllm.layout import Layout
-from pat_vllm.mixture import Mixture
+from pat_vllm.moe_config import MoEConfig
 from pat_vllm.predictor.cost import CostModel
 from pat_vllm.predictor.state import LiveState
 from pat_vllm.scheduler.make_policy import make_policy
 
-MIXTURE = Mixture(num_experts=8, intermediate=64)
+MIXTURE = MoEConfig(num_experts=8, intermediate=64)
 ALL = "allowed: layouts, base_tp"
 FOUR_RANKS = ["4 ranks", "tensor_parallel_size=4", "tp=1, 2, 4;"]
 
 
-def layouts(options: Any, ranks: int = 4, mixture: Mixture | None = None) -> list[str]:
+def layouts(options: Any, ranks: int = 4, mixture: MoEConfig | None = None) -> list[str]:
     config = PATConfig.parse(options)
     config.check_layouts(ranks)
     return [str(layout) for layout in config.resolve_layouts(ranks, mixture)]
@@ -138,7 +138,7 @@ def test_whatever_is_given_is_taken_or_refused_in_a_few_words(options: Any) -> N
     ],
 )
 def test_refused_when_the_model_is_known(
-    options: Any, mixture: Mixture | None, words: list[str]
+    options: Any, mixture: MoEConfig | None, words: list[str]
 ) -> None:
     config = PATConfig.parse(options)
     config.check_layouts(4)
@@ -200,7 +200,7 @@ def state(tp: int, live: int, quiet: float = 1.0) -> LiveState:
     return LiveState(0.0, Layout.of(tp, 4), live, quiet, requests=unused)
 
 
-def policy_of(options: dict[str, Any], mixture: Mixture | None = None) -> Any:
+def policy_of(options: dict[str, Any], mixture: MoEConfig | None = None) -> Any:
     config = PATConfig.parse(options)
     ready = config.resolve_layouts(4, mixture)
     return make_policy(config, ready, profile=unused, costs=CostModel(), bound=512)

@@ -28,12 +28,12 @@ from pat_vllm.files import reading
 from pat_vllm.files import writing as files
 from pat_vllm.files.reading import SET_ASIDE
 from pat_vllm.files.writing import write_whole
-from pat_vllm.predictor import kept
+from pat_vllm.predictor import learned_state
 from pat_vllm.predictor.acceptance import Acceptance
 from pat_vllm.predictor.adaptive import AdaptivePolicy
-from pat_vllm.predictor.lengths import LengthModel
+from pat_vllm.predictor.length_model import LengthModel
 from pat_vllm.profiling import cache
-from pat_vllm.profiling.profile import Profile
+from pat_vllm.profiling.samples import Profile
 from pat_vllm.reporting import Report
 from pat_vllm.simulator.modelled.hardware import modelled_profile
 from pat_vllm.simulator.traces import load_trace
@@ -86,7 +86,7 @@ def make(kind: str, path: Path) -> None:
 
 READERS: dict[str, Callable[[Path], Any]] = {
     "profile": Profile.load,
-    "lengths_file": kept.load,
+    "lengths_file": learned_state.load,
     "report": Report.load,
     "trace": load_trace,
     "rollouts": read_rollouts,
@@ -121,7 +121,7 @@ def test_names_that_no_file_can_have(
     for read in READERS.values():
         with pytest.raises((ValueError, OSError)):
             read(Path(name) / "x")
-    keeper = kept.Keeper(Path(name))
+    keeper = learned_state.LearnedStateFile(Path(name))
     keeper.save(lengths, None)
     keeper.save(lengths, None)
     assert len(caplog.records) == 1 and "lengths_file" in caplog.text
@@ -132,7 +132,7 @@ def test_no_damage_to_lengths_is_taken(
 ) -> None:
     """As of profiles: whatever is cut off, or which bit is flipped."""
     path, draw = tmp_path / "lengths.json", random.Random(1)
-    kept.save(path, lengths, Acceptance((0, 2)))
+    learned_state.save(path, lengths, Acceptance((0, 2)))
     whole = path.read_bytes()
     for _ in range(400):
         at, bit = draw.randrange(len(whole)), 1 << draw.randrange(8)
@@ -140,7 +140,7 @@ def test_no_damage_to_lengths_is_taken(
         for damaged in (whole[:at], flipped):
             path.write_bytes(damaged)
             with pytest.raises(ValueError, match=r"lengths\.json"):
-                kept.load(path)
+                learned_state.load(path)
     # Nor what no engine can have seen, by whomever it was written.
     content = json.loads(whole)
     del content["digest"]
@@ -151,14 +151,14 @@ def test_no_damage_to_lengths_is_taken(
     wrong += [{"bound": True}, {"batches": -1}, {"bound": 10**400}, {"colour": 1}, {"format": 9}]
     for fields in (*wrong, {"acceptance": {"format": 1, "tried": [1e308], "succeeded": [1]}}):
         changed = {**content, **fields}
-        path.write_text(json.dumps({"digest": kept._digest(changed), **changed}))
+        path.write_text(json.dumps({"digest": learned_state._digest(changed), **changed}))
         with pytest.raises(ValueError, match=r"lengths\.json"):
-            kept.load(path)
+            learned_state.load(path)
 
 
 def keep_lengths(path: Path) -> bool:
     """As an engine: read, and write what is learnt; whether nothing was found."""
-    keeper = kept.Keeper(path)
+    keeper = learned_state.LearnedStateFile(path)
     model, acceptance = keeper.load(1000, (0, 2))
     keeper.save(some_lengths(), acceptance)
     return model.responses == 0
@@ -263,13 +263,13 @@ def test_kept_lengths_are_the_users(
     secret, path = tmp_path / "secret", tmp_path / "lengths.json"
     secret.write_text("kept")
     path.symlink_to(secret)
-    kept.save(path, lengths)
+    learned_state.save(path, lengths)
     assert secret.read_text() == "kept" and not path.is_symlink()
     assert mode(path) == 0o600 and sorted(os.listdir(tmp_path)) == ["lengths.json", "secret"]
     monkeypatch.setattr(files.secrets, "token_hex", lambda size: "guessed")
     (tmp_path / ".lengths.json.guessed").symlink_to(secret)
     with pytest.raises(FileExistsError):
-        kept.save(path, lengths)
+        learned_state.save(path, lengths)
     assert secret.read_text() == "kept"
 
 
@@ -338,7 +338,7 @@ def test_an_engine_goes_on_where_the_disk_is_full(
 ) -> None:
     """What was kept before stays, one warning says why, and nothing is left behind."""
     path = tmp_path / "lengths.json"
-    kept.save(path, lengths)
+    learned_state.save(path, lengths)
     before = path.read_bytes()
     policy = AdaptivePolicy(profile, bound=1000, lengths_file=path)
     for batch in range(1, 4):
@@ -353,7 +353,7 @@ def test_an_engine_goes_on_where_the_disk_is_full(
     # When there is room again, all of it is kept.
     policy.finished(9.0, 50, True)
     policy.idle(9.0)
-    assert kept.load(path)[0].responses == lengths.responses + 4
+    assert learned_state.load(path)[0].responses == lengths.responses + 4
 
     caplog.clear()
     with no_room(kind) as words:
@@ -424,8 +424,8 @@ def test_engines_may_share_a_file_and_the_cache(
 
     def engine(number: int) -> None:
         for _ in range(20):
-            kept.save(path, lengths, Acceptance(range(2 + number)))
-            assert kept.load(path)[0].responses == lengths.responses
+            learned_state.save(path, lengths, Acceptance(range(2 + number)))
+            assert learned_state.load(path)[0].responses == lengths.responses
             assert cache.keep(profile) and cache.find(profile.key) == profile
 
     with ThreadPoolExecutor(3) as engines:

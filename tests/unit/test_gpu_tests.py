@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from pat_vllm.doctor.options import Options
+from pat_vllm.doctor.doctor_options import Options
 from pat_vllm.doctor.report import Report
 from tests.support.command_line import invoke
 

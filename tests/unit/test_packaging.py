@@ -26,7 +26,7 @@ imported()
 import pat_vllm.cli.demo_batch, pat_vllm.cli.engine_run, pat_vllm.cli.doctor_models
 import pat_vllm.doctor.stages, pat_vllm.profiling.grid, pat_vllm.profiling.quality
 import pat_vllm.cli.advise_plot
-import pat_vllm.predictor.adaptive, pat_vllm.reporting.plot
+import pat_vllm.predictor.adaptive, pat_vllm.reporting.report_plot
 imported()
 import benchmarks.bench.__main__, benchmarks.bench.run, benchmarks.bench.plot
 imported()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pat_vllm import routing
 from pat_vllm.layout import Layout
-from pat_vllm.routing import AFFINITY_SLACK, TOKENS_OF_A_REQUEST, Placed, Router, spread
+from pat_vllm.routing import AFFINITY_SLACK, TOKENS_OF_A_REQUEST, RequestPlacement, Router, spread
 
 
 def test_equal_prompts_meet_and_others_spread() -> None:
@@ -83,12 +83,14 @@ def test_the_least_recently_used_prefix_is_forgotten_first(monkeypatch: pytest.M
 
 
 @st.composite
-def batches(draw: st.DrawFn) -> tuple[list[Placed], Layout, Layout]:
+def batches(draw: st.DrawFn) -> tuple[list[RequestPlacement], Layout, Layout]:
     ranks = draw(st.sampled_from([1, 2, 4, 6, 8]))
     divisors = [tp for tp in range(1, ranks + 1) if ranks % tp == 0]
     source, target = (Layout.of(draw(st.sampled_from(divisors)), ranks) for _ in range(2))
     requests = [
-        Placed(f"r{i}", draw(st.integers(0, source.replicas - 1)), draw(st.integers(0, 5000)))
+        RequestPlacement(
+            f"r{i}", draw(st.integers(0, source.replicas - 1)), draw(st.integers(0, 5000))
+        )
         for i in range(draw(st.integers(0, 30)))
     ]
     return requests, source, target
@@ -96,7 +98,7 @@ def batches(draw: st.DrawFn) -> tuple[list[Placed], Layout, Layout]:
 
 @given(batches())
 def test_placement_is_balanced_and_keeps_requests_where_it_can(
-    case: tuple[list[Placed], Layout, Layout],
+    case: tuple[list[RequestPlacement], Layout, Layout],
 ) -> None:
     requests, source, target = case
     stay = {request.request_id: request.replica for request in requests}
@@ -112,7 +114,7 @@ def test_placement_is_balanced_and_keeps_requests_where_it_can(
     assert set(counts) <= set(range(target.replicas))
     assert not counts or max(counts.values()) <= -(-len(requests) // target.replicas)
     if target.tp % source.tp == 0:
-        even = [Placed(f"r{i}", i, 10) for i in range(source.replicas)]
+        even = [RequestPlacement(f"r{i}", i, 10) for i in range(source.replicas)]
         for i, replica in enumerate(spread(even, source, target).values()):
             assert replica == target.replica_of(source.leader_of(i))
 
@@ -120,10 +122,16 @@ def test_placement_is_balanced_and_keeps_requests_where_it_can(
 def test_the_longest_request_has_its_choice_and_contexts_are_balanced() -> None:
     """Three requests of one replica, of which two may stay on its ranks."""
     source, target = Layout(2, 2), Layout(1, 4)
-    requests = [Placed("a", 0, 10), Placed("b", 0, 30), Placed("c", 0, 20)]
+    requests = [
+        RequestPlacement("a", 0, 10),
+        RequestPlacement("b", 0, 30),
+        RequestPlacement("c", 0, 20),
+    ]
     near = {target.replica_of(rank) for rank in source.ranks_of(0)}
     placement = spread(requests, source, target)
     assert {placement["b"], placement["c"]} == near and placement["a"] not in near
-    requests = [Placed(f"r{i}", 0, context) for i, context in enumerate((100, 90, 20, 10))]
+    requests = [
+        RequestPlacement(f"r{i}", 0, context) for i, context in enumerate((100, 90, 20, 10))
+    ]
     placement = spread(requests, Layout(4, 1), Layout(2, 2))
     assert placement == {"r0": 0, "r1": 1, "r2": 1, "r3": 0}

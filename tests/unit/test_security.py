@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from pat_vllm import child
-from pat_vllm.advice import replay
-from pat_vllm.advice.options import AdviseOptions
+from pat_vllm.advice import simulations
+from pat_vllm.advice.advise_options import AdviseOptions
 from pat_vllm.advice.verdict import advise
 from pat_vllm.cli import engine_run
 from pat_vllm.text_only import command_without_vision_and_audio, starting_with_safe_path
@@ -30,7 +30,7 @@ LOADERS |= {"allow_pickle", "from_pickle", "read_pickle"}
 """torch.load unpickles; numpy's and pandas' may; yaml's may make any object."""
 CALLS_OF_THE_USER = {
     "pat_vllm/executor/executor.py": {"import cloudpickle", "cloudpickle.dumps(method)"},
-    "pat_vllm/worker/updates.py": {"import cloudpickle", "cloudpickle.loads(method)"},
+    "pat_vllm/worker/weight_updates.py": {"import cloudpickle", "cloudpickle.loads(method)"},
 }
 """A function that who runs the engine hands to its workers: it travels between processes of this
 engine, as in vLLM, and comes from no file."""
@@ -123,7 +123,7 @@ def test_processes_start_so(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = engine_run.RunSpec({"tensor_parallel_size": 2}, nothing, nothing)
     with pytest.raises(Started, match=r"'1', .*'-P', '-m', 'pat_vllm.cli.engine_run'"):
         engine_run.run(spec, lambda result: None)
-    monkeypatch.setattr(replay, "ProcessPoolExecutor", lambda *_: start([]))
+    monkeypatch.setattr(simulations, "ProcessPoolExecutor", lambda *_: start([]))
     options = AdviseOptions("llama-3.1-8b", "H100", 2, responses=2, max_tokens=32, iterations=2)
     with pytest.raises(Started, match="'1'"):
         advise(options, processes=2)

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from pat_vllm import commands
+from pat_vllm import rpc
 
-PAT_COMMANDS = {getattr(commands, name) for name in dir(commands) if name.endswith("_COMMAND")}
+PAT_COMMANDS = {getattr(rpc, name) for name in dir(rpc) if name.endswith("_COMMAND")}
 
 
 def routes(dev_mode: bool) -> set[str]:

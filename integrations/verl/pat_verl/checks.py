@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from pat_vllm.config import PATConfig
+from pat_vllm.draft_schedule import DRAFTERS
 from pat_vllm.files.reading import read_json_object
 from pat_vllm.policy_config import StaticPolicyConfig
-from pat_vllm.speculation import DRAFTERS
 
 NAME = "pat"
 """Value of `rollout.name` that asks for PAT; also vLLM's name of the executor backend."""

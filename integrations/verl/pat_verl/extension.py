@@ -5,7 +5,7 @@ from __future__ import annotations
 from verl.workers.rollout.vllm_rollout import utils
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
-from pat_vllm.worker.updates import run_in_every_layout
+from pat_vllm.worker.weight_updates import run_in_every_layout
 
 # It masks the ids beyond the tokenizer's on the model object, of which each layout has its own.
 run_in_every_layout("monkey_patch_model")

@@ -13,15 +13,15 @@ from functools import cached_property
 from typing import Any
 
 from pat_vllm.config import PATConfig, tp_of
+from pat_vllm.draft_schedule import draft_lengths
 from pat_vllm.gpus import Device, Gpu, gib, known_gpu
 from pat_vllm.layout import Layout
 from pat_vllm.memory.buffers import EngineShape
 from pat_vllm.memory.estimate import RankMemory, estimate, static_engine
-from pat_vllm.mixture import Mixture, WantedExperts
 from pat_vllm.model_size import ModelSize
+from pat_vllm.moe_config import MoEConfig, WantedExperts
 from pat_vllm.simulator.modelled.batch_time import Load, batch_seconds
 from pat_vllm.simulator.modelled.roofline import Machine
-from pat_vllm.speculation import draft_lengths
 
 _MOST_COMPILES = 5
 """Compiled ranges of batch sizes: one of tp=1, two of others, of which stock vLLM has two."""
@@ -82,7 +82,7 @@ def choose(
     Raises:
         ValueError: as `PATConfig.resolve_layouts`.
     """
-    mixture = Mixture.from_config(model_config)
+    mixture = MoEConfig.from_config(model_config)
     try:
         model = ModelSize.of(model_config, dtype_bytes)
     except ValueError:  # of a kind whose sizes are not known
@@ -128,7 +128,7 @@ class _Search:
     pat: PATConfig
     engine: EngineShape
     ranks: int
-    mixture: Mixture | None
+    mixture: MoEConfig | None
     model: ModelSize | None
     device: Device | None
 

@@ -22,9 +22,9 @@ from pat_vllm.layout import Layout
 from pat_vllm.limits import Limits
 from pat_vllm.memory.buffers import EngineShape
 from pat_vllm.memory.estimate import estimate, static_engine
-from pat_vllm.mixture import Mixture, WantedExperts
 from pat_vllm.model_size import ModelSize
-from pat_vllm.profiling.profile import Profile, StepSample, StepShape, SwitchSample
+from pat_vllm.moe_config import MoEConfig, WantedExperts
+from pat_vllm.profiling.samples import Profile, StepSample, StepShape, SwitchSample
 from pat_vllm.simulator.modelled.roofline import (
     COMPUTE_EFFICIENCY,
     EXCHANGE_EFFICIENCY,
@@ -87,7 +87,7 @@ def modelled_profile(
     figures = GPUS[gpu]
     shape = ModelSize.of(model_config)
     machine = Machine(shape, figures, drafting)
-    mixture = Mixture.from_config(model_config)
+    mixture = MoEConfig.from_config(model_config)
     lengths = tuple(sorted({*draft_lengths} - {0}))
     wanted = sorted({2**i for i in range(ranks.bit_length())} if layouts is None else {*layouts})
     engine = EngineShape(

@@ -33,7 +33,7 @@ class _Counted:
 
 def searches(worker: Any) -> int:
     """How often this rank has looked for drafts since the last call; the first gives 0."""
-    module: Any = importlib.import_module("pat_vllm.kernels.suffix")
+    module: Any = importlib.import_module("pat_vllm.kernels.suffix_match")
     counted: Any = module.score_kernel
     launches = counted.launches if isinstance(counted, _Counted) else 0
     module.score_kernel = _Counted(getattr(counted, "kernel", counted))

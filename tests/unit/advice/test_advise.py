@@ -12,8 +12,11 @@ from typing import Any
 
 import pytest
 
-from pat_vllm.advice.options import AdviseOptions
-from pat_vllm.advice.replay import (
+from pat_vllm.advice.advice_text import heading, verdict
+from pat_vllm.advice.advise_options import AdviseOptions
+from pat_vllm.advice.rollouts import Rollouts, engine_of, rollouts_of
+from pat_vllm.advice.settings import pat_options, settings
+from pat_vllm.advice.simulations import (
     OWN_WORK,
     TUNED,
     Config,
@@ -24,16 +27,13 @@ from pat_vllm.advice.replay import (
     replay_chain,
     seconds_of,
 )
-from pat_vllm.advice.rollouts import Rollouts, engine_of, rollouts_of
-from pat_vllm.advice.settings import pat_options, settings
-from pat_vllm.advice.text import heading, verdict
 from pat_vllm.advice.verdict import Advice, advise
 from pat_vllm.config import PATConfig
+from pat_vllm.draft_schedule import Schedule
 from pat_vllm.known_models import MODEL_SHAPES
 from pat_vllm.layout import Layout
-from pat_vllm.profiling.profile import Profile
+from pat_vllm.profiling.samples import Profile
 from pat_vllm.simulator.modelled.hardware import modelled_profile
-from pat_vllm.speculation import Schedule
 from tests.support.command_line import invoke
 
 SMALL = AdviseOptions("llama-3.1-8b", "A40", 2, responses=32, max_tokens=256, iterations=2)

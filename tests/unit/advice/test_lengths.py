@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from pat_vllm.advice.lengths import read_rollouts
-from pat_vllm.predictor import kept
-from pat_vllm.predictor.lengths import LengthModel
+from pat_vllm.predictor import learned_state
+from pat_vllm.predictor.length_model import LengthModel
 
 
 def words(texts: list[str]) -> list[list[int]]:
@@ -115,14 +115,14 @@ def test_directory_of_verl_is_read_by_step(tmp_path: Path) -> None:
 def test_history_of_an_engine_is_read(tmp_path: Path) -> None:
     model = LengthModel(4096)
     file = tmp_path / "lengths.json"
-    kept.save(file, model)
+    learned_state.save(file, model)
     with pytest.raises(ValueError, match="has learnt from no response; run one first"):
         read_rollouts(file)
     seen = np.exp(np.random.default_rng(0).normal(6, 0.7, 3000)).clip(1, 4000).astype(int)
     for length in seen.tolist():
         model.finished(length, complete=True)
     model.end_of_batch()
-    kept.save(file, model)
+    learned_state.save(file, model)
     expected = read_rollouts(file).lengths
     quantiles = [0.1, 0.5, 0.9, 0.99]
     assert np.quantile(expected, quantiles) == pytest.approx(np.quantile(seen, quantiles), rel=0.1)

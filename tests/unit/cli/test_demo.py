@@ -11,18 +11,18 @@ import pytest
 
 from pat_vllm.cli.demo import disagreement, table_rows, verdict
 from pat_vllm.cli.demo_batch import (
-    Contender,
-    contenders,
+    Variant,
     engine_options,
     make_batch,
     response_lengths,
     run_spec,
     schedule,
+    variants,
 )
 from pat_vllm.cli.engine_run import RESULT, Batch, RunFailed, RunResult, RunSpec
 from pat_vllm.config import PATConfig
 from pat_vllm.layout import Layout
-from pat_vllm.mixture import Mixture
+from pat_vllm.moe_config import MoEConfig
 from pat_vllm.policy_config import SchedulePolicyConfig
 from pat_vllm.reporting import DraftSample, LiveSample, Report, SwitchReport
 from tests.support.command_line import invoke
@@ -71,11 +71,11 @@ def slower(result: RunResult, factor: float) -> RunResult:
 
 def runs(
     last: RunResult = RESULTS[2], rounds: Sequence[float] = ROUNDS
-) -> list[tuple[Contender, list[RunResult]]]:
+) -> list[tuple[Variant, list[RunResult]]]:
     """The three contenders and their runs."""
     return [
-        (contender, [slower(result, factor) for factor in rounds])
-        for contender, result in zip(contenders(TABLE), (*RESULTS[:2], last), strict=True)
+        (variant, [slower(result, factor) for factor in rounds])
+        for variant, result in zip(variants(TABLE), (*RESULTS[:2], last), strict=True)
     ]
 
 
@@ -99,8 +99,8 @@ def test_batches_are_heavy_tailed_and_repeatable() -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
-@pytest.mark.parametrize("mixture", [None, Mixture(num_experts=24, intermediate=384)])
-def test_contenders_are_valid(ranks: int, mixture: Mixture | None) -> None:
+@pytest.mark.parametrize("mixture", [None, MoEConfig(num_experts=24, intermediate=384)])
+def test_contenders_are_valid(ranks: int, mixture: MoEConfig | None) -> None:
     table = schedule(ranks, 16, mixture)
     config = PATConfig.parse(engine_options(table, mixture))
     assert isinstance(config.policy, SchedulePolicyConfig)
@@ -111,7 +111,7 @@ def test_contenders_are_valid(ranks: int, mixture: Mixture | None) -> None:
         *sorted(layouts[1:], key=lambda layout: (-layout.tp, layout.experts == "ep"))
     ]
     # The others stay in layouts of the same engine.
-    replicas, group, switching = (contender.way for contender in contenders(table))
+    replicas, group, switching = (variant.way for variant in variants(table))
     assert replicas == str(layouts[0]) and group == str(Layout(ranks, 1)) and switching is None
     if mixture is not None:
         assert config.weights == "inplace"
@@ -209,7 +209,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "n-gram drafts, k = 4: accepted in 'replicas' 70% of 10" in text
     assert output.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
-    monkeypatch.setattr("pat_vllm.reporting.plot.plot_runs", lambda *_: None)
+    monkeypatch.setattr("pat_vllm.reporting.report_plot.plot_runs", lambda *_: None)
     other = dataclasses.replace(RESULTS[2], outputs=((5, 6), (7, 8, 9, 11)))
     code, text = demo([*RESULTS, *RESULTS[:2], other], tmp_path)
     assert code == 1 and "DIFFERENT OUTPUTS" in text and "agree" not in text

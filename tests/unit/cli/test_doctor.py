@@ -12,7 +12,7 @@ import pytest
 
 from pat_vllm.cli import doctor_models
 from pat_vllm.cli.random_config import RandomModel
-from pat_vllm.doctor.options import Options
+from pat_vllm.doctor.doctor_options import Options
 from pat_vllm.doctor.report import REPORT, Check, Stage, without_names
 from pat_vllm.known_models import MODEL_SHAPES
 from tests.support.command_line import invoke

@@ -9,12 +9,12 @@ import typer
 from typer.testing import CliRunner
 
 from pat_vllm import __version__
-from pat_vllm.advice.options import AdviseOptions
+from pat_vllm.advice.advise_options import AdviseOptions
 from pat_vllm.cli import app
 from pat_vllm.cli.demo import DemoOptions
 from pat_vllm.cli.profile import ProfileOptions
 from pat_vllm.cli.random_config import ARCHS, RandomModel
-from pat_vllm.doctor.options import Options
+from pat_vllm.doctor.doctor_options import Options
 from tests.support.command_line import invoke
 
 

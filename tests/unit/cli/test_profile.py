@@ -15,10 +15,10 @@ from rich.console import Console
 
 from pat_vllm.cli import profile as command
 from pat_vllm.profiling.grid import POINTS, Plan, Point, StepPoint
-from pat_vllm.profiling.profile import Profile, ProfileError, StepSample, StepShape, SwitchSample
+from pat_vllm.profiling.samples import Profile, ProfileError, StepSample, StepShape, SwitchSample
 from tests.unit.profiling.test_grid import LIMITS, switch_sample
-from tests.unit.profiling.test_profile import KEY, profile
 from tests.unit.profiling.test_quality import NOISY, QUIET
+from tests.unit.profiling.test_samples import KEY, profile
 
 PLAN = Plan.of(LIMITS, quick=True)
 

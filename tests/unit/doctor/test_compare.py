@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from pat_vllm.doctor.compare import LEAST_TOLERANCE, Agreement, Differs, Output, Reference
+from pat_vllm.doctor.compare import LEAST_TOLERANCE, Comparison, Differs, Output, Reference
 
 STOCK = (
     Output((5, 6), (-0.1, -0.2), ({5: -0.1, 9: -0.1002}, {6: -0.2, 8: -3.0})),
@@ -28,7 +28,7 @@ def test_the_same_and_what_is_close_agree() -> None:
     assert REFERENCE.compare_forced(REFERENCE.forced).compared == 3
     with pytest.raises(Differs, match=r"token 1 \(as a prompt's\)"):
         REFERENCE.compare_forced(((-0.1, -0.9), (-1.0,)))
-    both = agreement + Agreement(2, 1, 2e-5)
+    both = agreement + Comparison(2, 1, 2e-5)
     assert str(both) == "5 tokens, log-probabilities within 5.0e-05, 1 ties"
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from pat_vllm.child import Events
 from pat_vllm.doctor import engine as module
-from pat_vllm.doctor.compare import Agreement, Differs
+from pat_vllm.doctor.compare import Comparison, Differs
 from pat_vllm.doctor.engine import PATEngine, StockEngine, Task, run_checks
 from pat_vllm.layout import Layout
 from pat_vllm.reporting import DraftSample
@@ -33,10 +33,10 @@ def check(patch: pytest.MonkeyPatch, wrong: int | None = None) -> tuple[Any, int
     numbers, events = count(), Events()
     engine = PATEngine(AS_USED, events)
 
-    def compare(*_: Any) -> Agreement:
+    def compare(*_: Any) -> Comparison:
         if next(numbers) == wrong:
             raise Differs("wrong token")
-        return Agreement(1, 0, 0.0)
+        return Comparison(1, 0, 0.0)
 
     for name in ("by_policy", "in_layout", "across", "with_drafts"):
         patch.setattr(engine, name, compare)

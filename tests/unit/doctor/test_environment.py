@@ -12,7 +12,12 @@ import pytest
 from pat_vllm.config import PATConfig
 from pat_vllm.doctor import environment
 from pat_vllm.doctor.arithmetic import check_memory, engine_shape
-from pat_vllm.doctor.environment import Facts, FoundDevice, environment_checks, unfit
+from pat_vllm.doctor.environment import (
+    EnvironmentFacts,
+    FoundDevice,
+    environment_checks,
+    incompatible_packages,
+)
 from pat_vllm.doctor.report import Check
 from pat_vllm.gpus import GPUS
 
@@ -22,7 +27,7 @@ LLAMA_70B = {
     **{"vocab_size": 128256, "max_position_embeddings": 131072},
 }
 GPU = FoundDevice(80 << 30, "9.0", name="H100", free=79 << 30)
-ON_CPU = Facts(
+ON_CPU = EnvironmentFacts(
     {"vllm": "0.32.0"},
     "cpu",
     "a CPU, 1 NUMA node(s)",
@@ -42,7 +47,7 @@ ON_GPUS = dataclasses.replace(
 )
 
 
-def problems(facts: Facts, ranks: int = 2, machine: bool = True) -> dict[str, str]:
+def problems(facts: EnvironmentFacts, ranks: int = 2, machine: bool = True) -> dict[str, str]:
     checks = environment_checks(facts, ranks, machine)
     return {check.name: check.problem for check in checks if check.problem is not None}
 
@@ -73,17 +78,17 @@ def test_a_package_that_cannot_be_imported_is_named_with_what_to_do(
     names = ("pat_test_vision", "pat_test_audio", "pat_test_absent")
     with monkeypatch.context() as these:
         these.setattr(environment, "PACKAGES", names)
-        broken = unfit()
+        broken = incompatible_packages()
     assert broken == {"pat_test_vision": "RuntimeError: operator nms"}
 
     monkeypatch.setitem(sys.modules, "vllm", None)
-    monkeypatch.setattr(environment, "unfit", lambda: broken)
+    monkeypatch.setattr(environment, "incompatible_packages", lambda: broken)
     words = r"do not fit torch 2.13.0\+cpu .*pat_test_vision of an"
     with pytest.raises(ImportError, match=words) as info:
         environment._import_vllm("2.13.0+cpu")
     assert "pip uninstall torchvision torchaudio torchcodec" in str(info.value)
     # What has nothing to do with them is told as it is.
-    monkeypatch.setattr(environment, "unfit", dict)
+    monkeypatch.setattr(environment, "incompatible_packages", dict)
     with pytest.raises(ImportError):
         environment._import_vllm("2.13.0+cpu")
 

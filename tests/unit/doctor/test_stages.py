@@ -11,11 +11,11 @@ from unittest.mock import Mock
 
 import pytest
 
-from pat_vllm.child import Ended
+from pat_vllm.child import ChildResult
 from pat_vllm.doctor import stages
+from pat_vllm.doctor.doctor_options import Options
 from pat_vllm.doctor.engine import REFERENCES, TASK, Task
-from pat_vllm.doctor.environment import FACTS, Facts
-from pat_vllm.doctor.options import Options
+from pat_vllm.doctor.environment import FACTS, EnvironmentFacts
 from pat_vllm.doctor.report import Stage
 from pat_vllm.doctor.stages import explain, run_stages
 from pat_vllm.doctor.tasks import Models
@@ -31,7 +31,7 @@ class Children:
         environments: of all processes.
     """
 
-    def __init__(self, facts: Facts, ends: Mapping[int, Any] | None = None) -> None:
+    def __init__(self, facts: EnvironmentFacts, ends: Mapping[int, Any] | None = None) -> None:
         """`ends` has what the n-th engine tells, and how its process ends."""
         self.tasks: list[Task] = []
         self.environments: list[Any] = []
@@ -39,11 +39,11 @@ class Children:
 
     def __call__(
         self, module: str, request: str, variables: Any, on_message: Any, _: float
-    ) -> Ended:
+    ) -> ChildResult:
         self.environments.append(variables)
         if module.endswith("environment"):
             assert json.loads(request)["distributed_executor_backend"] == "pat"
-            return Ended(0, "", FACTS.dump_python(self._facts, mode="json"))
+            return ChildResult(0, "", FACTS.dump_python(self._facts, mode="json"))
         self.tasks.append(TASK.validate_json(request))
         on_message({"doing": "start"})
         if (end := self._ends.get(len(self.tasks))) is not None:
@@ -52,8 +52,8 @@ class Children:
             return ended
         on_message({"check": {"name": "start"}})
         if self.tasks[-1].references:
-            return Ended(0, "")
-        return Ended(0, "", REFERENCES.dump_python((REFERENCE,) * 2, mode="json"))
+            return ChildResult(0, "")
+        return ChildResult(0, "", REFERENCES.dump_python((REFERENCE,) * 2, mode="json"))
 
 
 def run_with(
@@ -116,11 +116,13 @@ def test_stock_vllm_that_has_answered_may_abort(monkeypatch: pytest.MonkeyPatch)
     message = {"check": {"name": "stock vLLM"}}
     answer = REFERENCES.dump_python((REFERENCE,) * 2, mode="json")
     for result, status in ((answer, "psspsss"), (None, "pssfsss")):
-        children = Children(ON_CPU, {1: (message, Ended(-6, "", result))})
+        children = Children(ON_CPU, {1: (message, ChildResult(-6, "", result))})
         assert status_of(run_with(monkeypatch, children)) == status
 
 
-def as_used(monkeypatch: pytest.MonkeyPatch, facts: Facts, **options: Any) -> tuple[Task, Task]:
+def as_used(
+    monkeypatch: pytest.MonkeyPatch, facts: EnvironmentFacts, **options: Any
+) -> tuple[Task, Task]:
     """What is asked of stock vLLM and of PAT in the stage of that name."""
     children = Children(facts)
     run_with(monkeypatch, children, all=True, **options)
@@ -189,7 +191,7 @@ def test_as_used_keeps_what_a_user_gives(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_it_stops_at_the_first_stage_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     check = {"check": {"name": "start", "problem": "EngineDeadError: it died\nmore"}}
     log = "Worker proc VllmWorker-1 died unexpectedly (exit code: -9)\nits end"
-    children = Children(ON_GPUS, {4: (check, Ended(1, log))})
+    children = Children(ON_GPUS, {4: (check, ChildResult(1, log))})
     by_name = run_with(monkeypatch, children, all=True)
     assert status_of(by_name) == "psspfss"
     assert by_name["piecewise"].why == "start: rank 1 died, exit code -9 (EngineDeadError: it died)"
@@ -205,7 +207,7 @@ def test_a_process_that_ends_before_its_check_does(
     code: int | None, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     doing = {"doing": "layout tp1dp2"}
-    by_name = run_with(monkeypatch, Children(ON_CPU, {2: (doing, Ended(code, ""))}))
+    by_name = run_with(monkeypatch, Children(ON_CPU, {2: (doing, ChildResult(code, ""))}))
     assert by_name["eager"].why.startswith("layout tp1dp2: ") and why in by_name["eager"].why
 
 

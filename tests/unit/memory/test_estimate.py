@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pat_vllm.advice.options import AdviseOptions
+from pat_vllm.advice.advise_options import AdviseOptions
 from pat_vllm.advice.rollouts import modelled_engine, rollouts_of
 from pat_vllm.config import PATConfig
 from pat_vllm.doctor.arithmetic import check_memory, engine_shape
@@ -32,14 +32,14 @@ from pat_vllm.memory.estimate import (
     staged_share,
     static_engine,
 )
-from pat_vllm.mixture import Mixture, WantedExperts
 from pat_vllm.model_size import ModelSize
-from pat_vllm.profiling.profile import Profile
+from pat_vllm.moe_config import MoEConfig, WantedExperts
+from pat_vllm.profiling.samples import Profile
 from pat_vllm.simulator.modelled.hardware import modelled_profile
 
 GB = 10**9
 LAYOUTS = tuple(Layout.of(tp, 8) for tp in (1, 2, 4, 8))
-BOTH_KINDS = Mixture(128, 768).layouts((1, 2, 4, 8), 8, "auto")
+BOTH_KINDS = MoEConfig(128, 768).layouts((1, 2, 4, 8), 8, "auto")
 H100 = GPUS["H100"].device
 
 LLAMA_8B, QWEN3_30B_A3B, QWEN3_32B = (

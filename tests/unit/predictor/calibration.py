@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pat_vllm.predictor.lengths import LengthModel
+from pat_vllm.predictor.length_model import LengthModel
 from pat_vllm.predictor.state import Ints, LiveRequests
 from pat_vllm.simulator.traces import LengthTrace
 from tests.unit.predictor.examples import live_requests

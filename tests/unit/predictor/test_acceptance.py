@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pat_vllm.predictor.acceptance import PLAIN, Acceptance, AcceptanceByPrompt, Drafting
+from pat_vllm.predictor.acceptance import PLAIN, Acceptance, AcceptanceByPrompt, DraftYield
 from pat_vllm.predictor.state import Bools, Ints
 
 LENGTHS = (0, 1, 2, 4, 7)
@@ -32,9 +32,9 @@ class Repeating:
         self.random = np.random.default_rng(seed)
         self.share, self.accepted = share, accepted
         # Tokens that are left of each request's stretch; 0 outside of one.
-        self.left = self.stretches(requests) * (self.random.random(requests) < share)
+        self.left = self.intervals(requests) * (self.random.random(requests) < share)
 
-    def stretches(self, count: int) -> Ints:
+    def intervals(self, count: int) -> Ints:
         return self.random.geometric(1 / STRETCH, count)
 
     def step(self, length: int) -> tuple[Bools, Ints]:
@@ -44,7 +44,7 @@ class Repeating:
         run = self.random.geometric(1 - self.accepted, count) - 1
         accepted = np.where(hit, np.minimum(np.minimum(run, length), self.left - 1), 0)
         begins = self.random.random(count) < self.share / (1 - self.share) / STRETCH
-        self.left = np.where(hit, self.left - 1 - accepted, begins * self.stretches(count))
+        self.left = np.where(hit, self.left - 1 - accepted, begins * self.intervals(count))
         return hit, accepted
 
     def tokens(self, length: int, steps: int = 400) -> tuple[float, float]:
@@ -72,8 +72,8 @@ def watched(draw: st.DrawFn) -> Acceptance:
     return model
 
 
-def values_of(drafting: Drafting) -> list[list[float]]:
-    return [getattr(drafting, name).tolist() for name in Drafting.__dataclass_fields__]
+def values_of(drafting: DraftYield) -> list[list[float]]:
+    return [getattr(drafting, name).tolist() for name in DraftYield.__dataclass_fields__]
 
 
 def taken(model: Acceptance, lengths: Sequence[int]) -> Acceptance:

@@ -13,7 +13,7 @@ import pytest
 
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.adaptive import (
-    _DWELL,
+    _HYSTERESIS,
     _PATIENCE,
     _PLANNING_SHARE,
     _URGENT_SHARE,
@@ -22,13 +22,13 @@ from pat_vllm.predictor.adaptive import (
 from pat_vllm.predictor.cost import CostModel
 from pat_vllm.predictor.policy import Policy, StayPolicy
 from pat_vllm.predictor.state import LiveRequests, LiveState, Turn
-from pat_vllm.profiling.profile import StepShape
+from pat_vllm.profiling.samples import StepShape
 from pat_vllm.reporting import SwitchReport
 from pat_vllm.simulator import shapes
-from pat_vllm.simulator.replay import simulate, simulate_batches
-from pat_vllm.simulator.run import SimulatedReport
+from pat_vllm.simulator.ground_truth import GroundTruth, ReplayedGroundTruth
+from pat_vllm.simulator.simulate import simulate, simulate_batches
+from pat_vllm.simulator.simulated_report import SimulatedReport
 from pat_vllm.simulator.traces import LengthTrace
-from pat_vllm.simulator.truth import ReplayedTruth, Truth
 from tests.support.clairvoyant import clairvoyant
 from tests.support.truths import DriftingTruth, ScaledSwitches
 from tests.unit.predictor.examples import (
@@ -44,10 +44,12 @@ from tests.unit.predictor.examples import (
 )
 
 PROFILE = two_ranks()
-TRUTH = ReplayedTruth(PROFILE)
+TRUTH = ReplayedGroundTruth(PROFILE)
 
 
-def run(policy: Policy, traces: list[LengthTrace], truth: Truth = TRUTH) -> list[SimulatedReport]:
+def run(
+    policy: Policy, traces: list[LengthTrace], truth: GroundTruth = TRUTH
+) -> list[SimulatedReport]:
     return simulate_batches(traces, policy, truth, PROFILE)
 
 
@@ -56,7 +58,7 @@ def seconds(runs: list[SimulatedReport]) -> float:
     return fmean(run.generation_seconds for run in runs)
 
 
-def best_static(traces: list[LengthTrace], truth: Truth = TRUTH) -> float:
+def best_static(traces: list[LengthTrace], truth: GroundTruth = TRUTH) -> float:
     """Mean seconds of a batch in the better static layout."""
     return min(seconds(run(StayPolicy(layout), traces, truth)) for layout in PROFILE.layouts)
 
@@ -108,13 +110,13 @@ def test_a_profile_that_is_wrong_by_two_costs_at_most_five_percent(
 @pytest.mark.parametrize(
     ("name", "truth"),
     [
-        ("short", ReplayedTruth(PROFILE, PROFILE)),
+        ("short", ReplayedGroundTruth(PROFILE, PROFILE)),
         ("long tail", DriftingTruth(TRUTH, slowdown=1.0, over=60.0)),
         ("long tail", ScaledSwitches(TRUTH, 20.0)),
     ],
     ids=["noise", "drift", "dear switches"],
 )
-def test_a_machine_that_the_profile_does_not_describe(name: str, truth: Truth) -> None:
+def test_a_machine_that_the_profile_does_not_describe(name: str, truth: GroundTruth) -> None:
     ours = seconds(run(policy_of(PROFILE), batches(name), truth))
     assert ours < 1.03 * best_static(batches(name), truth)
 
@@ -249,7 +251,7 @@ def test_a_switch_that_comes_too_soon_is_made_as_soon_as_it_may(
     def choice(now: float) -> Layout:
         return policy.choose(LiveState(now, REPLICAS, len(live), 100.0, lambda: live))
 
-    soonest = 1.0 + _DWELL * 1.0
+    soonest = 1.0 + _HYSTERESIS * 1.0
     assert [choice(now) for now in (1.1, 2.0, soonest - 0.1)] == [REPLICAS] * 3
     (decision,) = policy.report().decisions
     assert (decision.why, decision.target) == ("hysteresis", GROUP)

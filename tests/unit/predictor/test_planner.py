@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pat_vllm.layout import Layout
-from pat_vllm.predictor.acceptance import PLAIN, Drafting
-from pat_vllm.predictor.course import Course, course
+from pat_vllm.predictor.acceptance import PLAIN, DraftYield
+from pat_vllm.predictor.forecast import BatchForecast, forecast
 from pat_vllm.predictor.planner import Plan, Planner, StepSeconds
 from pat_vllm.predictor.state import Floats
 from tests.unit.predictor.examples import live_requests
@@ -28,8 +28,8 @@ Table = Mapping[int, float]
 Rows = list[list[int]]
 
 
-def plan_of(planner: Planner, layout: Layout, ahead: Course, **options: Any) -> Plan:
-    return planner.outlook(ahead, **options).plan(layout)
+def plan_of(planner: Planner, layout: Layout, ahead: BatchForecast, **options: Any) -> Plan:
+    return planner.layout_costs(ahead, **options).plan(layout)
 
 
 def make_planner(
@@ -41,7 +41,7 @@ def make_planner(
 
 
 def steps(
-    base: Table, slope: Table = SLOPE, draft: float = 0, drafting: float = 0, prompt: float = 0
+    base: Table, slope: Table = SLOPE, draft: float = 0, draft_yield: float = 0, prompt: float = 0
 ) -> StepSeconds:
     """A step takes `base[tp] + slope[tp] * batch`, and more per draft, for drafting and per prompt
     token."""
@@ -57,7 +57,7 @@ def steps(
         k: Any = 0,
     ) -> Floats:
         plain = base[layout.tp] + slope[layout.tp] * np.asarray(batch, float) + prompt * prefill
-        return np.asarray(plain + draft * drafts + drafting * (np.asarray(k) > 0))
+        return np.asarray(plain + draft * drafts + draft_yield * (np.asarray(k) > 0))
 
     return seconds
 
@@ -68,23 +68,23 @@ VERIFYING = steps({1: 0.030, 2: 0.020, 4: 0.010}, draft=1e-3)
 """Verifying takes as long as decoding: it pays only where reading the weights is most of it."""
 
 
-def drafting(
+def draft_yield(
     tokens: Sequence[float],
     hits: float = 1.0,
     lengths: Sequence[int] = (0, 1, 2, 4, 7),
-) -> Drafting:
+) -> DraftYield:
     """What draft lengths give: `tokens`, where a share of the requests has drafts."""
     each = np.array(tokens, float)
-    return Drafting(np.array(lengths), each, hits * np.array(lengths))
+    return DraftYield(np.array(lengths), each, hits * np.array(lengths))
 
 
-def batch_of(contexts: Sequence[int], remaining: Any) -> Course:
+def batch_of(contexts: Sequence[int], remaining: Any) -> BatchForecast:
     """What is ahead of n requests that still generate `remaining` tokens: a number, [n], or
     [n, futures]."""
     left = np.array(remaining)
     if left.ndim < 2:
         left = np.broadcast_to(left, len(contexts))[:, None]
-    return course(live_requests(contexts), left)
+    return forecast(live_requests(contexts), left)
 
 
 def waits(layout: Layout, step: float) -> float:
@@ -92,18 +92,18 @@ def waits(layout: Layout, step: float) -> float:
 
 
 def of_each_length(
-    planner: Planner, layout: Layout, ahead: Course, drafts: Drafting
+    planner: Planner, layout: Layout, ahead: BatchForecast, drafts: DraftYield
 ) -> tuple[Floats, Floats]:
     """Seconds per token and tokens per step of the best draft length, in each group."""
     every = []
     for i in range(len(drafts.lengths)):
-        fields = [getattr(drafts, name)[i : i + 1] for name in Drafting.__dataclass_fields__]
-        every.append(planner.token_seconds(layout, ahead, Drafting(*fields)))
+        fields = [getattr(drafts, name)[i : i + 1] for name in DraftYield.__dataclass_fields__]
+        every.append(planner.token_seconds(layout, ahead, DraftYield(*fields)))
     seconds = np.array(every)
     return seconds.min(axis=0), drafts.tokens[seconds.argmin(axis=0)]
 
 
-def brute_force(planner: Planner, start: Layout, ahead: Course, drafts: Drafting) -> float:
+def brute_force(planner: Planner, start: Layout, ahead: BatchForecast, drafts: DraftYield) -> float:
     """The least expected time over every assignment of layouts and draft lengths to groups."""
     groups = len(ahead.live)
     times = {layout: of_each_length(planner, layout, ahead, drafts) for layout in LAYOUTS}
@@ -129,11 +129,11 @@ remainders = st.lists(st.lists(st.integers(1, 300), min_size=3, max_size=3), min
 
 
 @st.composite
-def expectations(draw: st.DrawFn, lengths: Sequence[int] = (0, 1, 2, 4, 7)) -> Drafting:
+def expectations(draw: st.DrawFn, lengths: Sequence[int] = (0, 1, 2, 4, 7)) -> DraftYield:
     """Tokens per step that grow with the draft length."""
     more = draw(st.lists(st.floats(0, 1), min_size=len(lengths), max_size=len(lengths)))
     tokens = 1 + np.cumsum([0.0, *more[1:]])
-    return drafting(tokens.tolist(), hits=draw(st.floats(0, 1)), lengths=lengths)
+    return draft_yield(tokens.tolist(), hits=draw(st.floats(0, 1)), lengths=lengths)
 
 
 # Layouts
@@ -147,16 +147,16 @@ def expectations(draw: st.DrawFn, lengths: Sequence[int] = (0, 1, 2, 4, 7)) -> D
     drafts=st.one_of(st.just(PLAIN), expectations()),
 )
 def test_the_plan_is_the_cheapest_of_all_paths(
-    remaining: Rows, work: tuple[Table, Table, float], cost: Any, start: Layout, drafts: Drafting
+    remaining: Rows, work: tuple[Table, Table, float], cost: Any, start: Layout, drafts: DraftYield
 ) -> None:
     planner = make_planner(steps(*work, 1e-3), *cost)
     # Long enough that at most one group is cut: paths are many.
     ahead = batch_of([1000 + i for i in range(len(remaining))], remaining)
-    plan = plan_of(planner, start, ahead, drafting=drafts)
+    plan = plan_of(planner, start, ahead, draft_yield=drafts)
     total = brute_force(planner, start, ahead, drafts)
-    assert min(plan.stay, *plan.go.values()) == pytest.approx(total)
-    assert plan.stay <= plan.never + 1e-9
-    assert plan.best == start or plan.go[plan.best] < plan.stay
+    assert min(plan.switch_later, *plan.switch_now.values()) == pytest.approx(total)
+    assert plan.switch_later <= plan.no_switch + 1e-9
+    assert plan.best == start or plan.switch_now[plan.best] < plan.switch_later
 
 
 @settings(max_examples=60)
@@ -315,9 +315,9 @@ def test_a_switch_computes_again_what_its_target_cannot_hold() -> None:
 def test_prompts_are_computed_first_in_chunks_over_the_replicas() -> None:
     planner = make_planner(steps({1: 0.3, 2: 0.2, 4: 0.1}, prompt=1e-3), 0.05)
     ahead = batch_of([50] * 8, 100)
-    plain = planner.outlook(ahead).seconds
+    plain = planner.layout_costs(ahead).seconds
     for tokens in (4096, 512):
-        later = planner.outlook(ahead, prompts=tokens).seconds
+        later = planner.layout_costs(ahead, prompts=tokens).seconds
         for layout, before, after in zip(LAYOUTS, plain, later, strict=True):
             assert after[:-1] == before[:-1], "the last group is the present one"
             share = tokens / layout.replicas
@@ -329,10 +329,10 @@ def test_a_hope_is_about_one_layout() -> None:
     planner = make_planner(CROSSOVER, 0.01)
     ahead = batch_of([50] * 64, 100)
     plain = plan_of(planner, ONE, ahead)
-    hoped = planner.outlook(ahead).hoped(FOUR, 2.0).plan(ONE)
-    assert hoped.never == plain.never
-    assert hoped.go[FOUR] < plain.go[FOUR]
-    assert hoped.outlook.step[FOUR] == pytest.approx(plain.outlook.step[FOUR] / 2)
+    optimistic = planner.layout_costs(ahead).optimistic(FOUR, 2.0).plan(ONE)
+    assert optimistic.no_switch == plain.no_switch
+    assert optimistic.switch_now[FOUR] < plain.switch_now[FOUR]
+    assert optimistic.layout_costs.step[FOUR] == pytest.approx(plain.layout_costs.step[FOUR] / 2)
 
 
 # Draft lengths
@@ -340,7 +340,7 @@ def test_a_hope_is_about_one_layout() -> None:
 
 def at_batch(plan: Plan, layout: Layout, batch: int) -> int:
     """The draft length that a plan has for a replica's step."""
-    return next(k for first, last, k in plan.outlook.drafts[layout] if first <= batch <= last)
+    return next(k for first, last, k in plan.layout_costs.drafts[layout] if first <= batch <= last)
 
 
 @settings(max_examples=60)
@@ -350,13 +350,13 @@ def at_batch(plan: Plan, layout: Layout, batch: int) -> int:
     count=st.integers(1, 8),
 )
 def test_each_batch_size_has_its_best_length(
-    work: tuple[Table, Table, float, float], drafts: Drafting, count: int
+    work: tuple[Table, Table, float, float], drafts: DraftYield, count: int
 ) -> None:
     """Up to eight requests are planned for by number; one group of four has them in one batch."""
     seconds = steps(*work)
     planner = make_planner(seconds, 0.1)
     ahead = batch_of([50] * count, np.arange(1, count + 1))
-    plan = plan_of(planner, ONE, ahead, drafting=drafts)
+    plan = plan_of(planner, ONE, ahead, draft_yield=drafts)
     lengths = list(zip(drafts.lengths, drafts.tokens, drafts.drafts, strict=True))
     for batch in range(1, count + 1):
         per_token = {
@@ -376,12 +376,12 @@ def test_each_batch_size_has_its_best_length(
     drafts=st.one_of(st.just(PLAIN), expectations(), expectations((0, 3))),
 )
 def test_tables_name_a_length_for_every_batch_size(
-    contexts: list[int], most: Table, memory: Table, drafts: Drafting
+    contexts: list[int], most: Table, memory: Table, drafts: DraftYield
 ) -> None:
     rng = np.random.default_rng(len(contexts))
     planner = make_planner(VERIFYING, max_num_seqs=most, kv_tokens=memory)
     ahead = batch_of(contexts, rng.integers(1, 2000, (len(contexts), 4)))
-    for layout, table in planner.outlook(ahead, drafting=drafts).drafts.items():
+    for layout, table in planner.layout_costs(ahead, draft_yield=drafts).drafts.items():
         firsts, lasts, lengths = zip(*table, strict=True)
         assert firsts == (1, *(last + 1 for last in lasts[:-1])) and lasts[-1] == most[layout.tp]
         assert set(lengths) <= {*drafts.lengths}
@@ -396,22 +396,22 @@ def test_tables_name_a_length_for_every_batch_size(
     more=st.lists(st.floats(0, 2), min_size=5, max_size=5),
 )
 def test_more_acceptance_never_takes_longer_and_none_changes_nothing(
-    remaining: Rows, work: tuple[Table, Table], drafts: Drafting, more: list[float]
+    remaining: Rows, work: tuple[Table, Table], drafts: DraftYield, more: list[float]
 ) -> None:
     """But for a switch, which waits for longer steps."""
     planner = make_planner(steps(*work, 1e-3, 1e-3), 0.1)
     ahead = batch_of([10] * len(remaining), remaining)
     tokens = drafts.tokens + np.array(more) * (drafts.lengths > 0)
-    better = Drafting(drafts.lengths, tokens, drafts.drafts)
+    better = DraftYield(drafts.lengths, tokens, drafts.drafts)
     for layout in LAYOUTS:
         plain = plan_of(planner, layout, ahead)
-        useless = plan_of(planner, layout, ahead, drafting=drafting([1.0] * 5))
+        useless = plan_of(planner, layout, ahead, draft_yield=draft_yield([1.0] * 5))
         assert useless == plain, "to the last digit"
-        assert all(table == ((1, 1024, 0),) for table in plain.outlook.drafts.values())
+        assert all(table == ((1, 1024, 0),) for table in plain.layout_costs.drafts.values())
         less, least = (
-            plan_of(planner, layout, ahead, drafting=accepted) for accepted in (drafts, better)
+            plan_of(planner, layout, ahead, draft_yield=accepted) for accepted in (drafts, better)
         )
-        assert least.never <= less.never <= plain.never
+        assert least.no_switch <= less.no_switch <= plain.no_switch
         now, then = (
             planner.token_seconds(layout, ahead, accepted) for accepted in (drafts, better)
         )
@@ -422,10 +422,10 @@ def test_a_switch_waits_for_steps_and_drops_drafts() -> None:
     """However many tokens the steps give."""
     planner = make_planner(CROSSOVER, 0.05)
     ahead = batch_of([50] * 2, 500)
-    four = drafting([2.0], hits=0.75, lengths=(4,))
-    plain, drafted = (plan_of(planner, ONE, ahead, drafting=drafts) for drafts in (PLAIN, four))
-    assert drafted.never == pytest.approx(plain.never / 2)
-    assert drafted.outlook.step == pytest.approx(plain.outlook.step)
+    four = draft_yield([2.0], hits=0.75, lengths=(4,))
+    plain, drafted = (plan_of(planner, ONE, ahead, draft_yield=drafts) for drafts in (PLAIN, four))
+    assert drafted.no_switch == pytest.approx(plain.no_switch / 2)
+    assert drafted.layout_costs.step == pytest.approx(plain.layout_costs.step)
     # The first step afterwards gives one token where two were expected.
-    more = 0.5 * drafted.outlook.step[FOUR]
+    more = 0.5 * drafted.layout_costs.step[FOUR]
     assert drafted.cost[FOUR] == pytest.approx(plain.cost[FOUR] + more)

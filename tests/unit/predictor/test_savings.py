@@ -15,16 +15,16 @@ from hypothesis import strategies as st
 
 from pat_vllm.layout import Layout
 from pat_vllm.predictor import savings as savings_module
-from pat_vllm.predictor.course import Course
+from pat_vllm.predictor.forecast import BatchForecast
 from pat_vllm.predictor.planner import Planner
 from pat_vllm.predictor.policy import StayPolicy
-from pat_vllm.predictor.savings import Look, Savings, Stretch, in_step
+from pat_vllm.predictor.savings import Interval, Savings, Snapshot, in_step
 from pat_vllm.predictor.state import Floats
 from pat_vllm.reporting import BatchSavings, BatchTimes
 from pat_vllm.simulator import shapes
+from pat_vllm.simulator.ground_truth import ReplayedGroundTruth
 from pat_vllm.simulator.modelled.hardware import modelled_profile
-from pat_vllm.simulator.replay import simulate_batches
-from pat_vllm.simulator.truth import ReplayedTruth
+from pat_vllm.simulator.simulate import simulate_batches
 from tests.unit.predictor.examples import (
     batches,
     policy_of,
@@ -47,13 +47,15 @@ class Known(Planner):
     def __init__(self) -> None:
         self.layouts = (ONE, TWO)
 
-    def token_seconds(self, layout: Layout, course: Course, drafting: Any = None) -> Floats:
-        return np.asarray(pace(layout, course.live, course.context))
+    def token_seconds(
+        self, layout: Layout, forecast: BatchForecast, drafting: Any = None
+    ) -> Floats:
+        return np.asarray(pace(layout, forecast.live, forecast.context))
 
 
 @dataclass(frozen=True)
 class Part:
-    """A stretch to be.
+    """An interval to be.
 
     Attributes:
         stall: seconds of a switch to `layout` at its beginning; None for no switch.
@@ -82,14 +84,14 @@ def replayed(parts: Sequence[Part], slower: float = 1.0) -> tuple[BatchSavings, 
     savings.arrived()
     for part in parts:
         left = 0 if part is parts[-1] else min(part.left, live)
-        begin = Look(
+        begin = Snapshot(
             now, part.layout, live, round(live * length), round(length), generated, prompt=1e6
         )
         if part.stall is None:
-            savings.look(begin)
+            savings.observe(begin)
         else:
             source = ONE if part.layout == TWO else TWO
-            savings.look(replace(begin, layout=source))
+            savings.observe(replace(begin, layout=source))
             stall = {"seconds": part.stall + 0.5, "quiesce": 0.5}
             savings.switched(switch_report(source, part.layout, **stall))
             now += part.stall
@@ -149,7 +151,7 @@ def close_to(times: BatchTimes) -> BatchTimes:
 @example(ALL, 3)
 @example(ALL, 20_000)
 def test_by_a_model_that_is_right_the_estimate_is(parts: list[Part], fold: int) -> None:
-    """Also where stretches are folded on the way."""
+    """Also where intervals are folded on the way."""
     with patch.object(savings_module, "_FOLD", fold):
         record, truth = replayed([replace(parts[0], stall=None), *parts[1:]])
     assert record.layout == ONE
@@ -175,27 +177,27 @@ def test_what_is_not_counted() -> None:
         savings.switched(switch_report(ONE, TWO, reason=reason, seconds=0.75, quiesce=0.5))
 
     for reason, prompts in (("policy", 900), ("forced", 0)):
-        savings.look(Look(1.0, ONE, 8, 800, 100, 0, prompts))
+        savings.observe(Snapshot(1.0, ONE, 8, 800, 100, 0, prompts))
         switch(reason)
         savings.end(3.0, 800)
         last = savings.records.since()[-1]
         assert last.realised == BatchTimes(1.75, 2.0, 2.0), "but for the switch as it was"
     assert [record.at for record in savings.records.since(3.0)] == [3.0, 3.0]
     for prompt, counts in ((300.0, True), (500.0, False), (math.inf, False)):
-        savings.look(Look(1.0, ONE, 8, 800, 100, 0, prompt=prompt))
+        savings.observe(Snapshot(1.0, ONE, 8, 800, 100, 0, prompt=prompt))
         switch()
         for _ in range(2):
             savings.arrived()
         savings.end(3.0, 800)
         assert (savings.records.since()[-1].realised.fixed != 1.75) == counts
     # The engine was paused.
-    savings.look(Look(1.0, ONE, 8, 800, 100, 0))
+    savings.observe(Snapshot(1.0, ONE, 8, 800, 100, 0))
     switch()
     savings.interrupted()
     savings.end(5.0, 800)
     assert savings.records.since()[-1].realised == BatchTimes(3.75, 4.0, 4.0)
     # Everybody was aborted before the next step ended.
-    savings.look(Look(5.0, ONE, 8, 800, 100, 0))
+    savings.observe(Snapshot(5.0, ONE, 8, 800, 100, 0))
     savings.end(3.0, 0)
     assert (savings.records.since()[-1].at, savings.records.since()[-1].realised.drafting) == (
         5.0,
@@ -206,15 +208,19 @@ def test_what_is_not_counted() -> None:
 
 def test_the_prediction_is_of_the_most_requests() -> None:
     savings = Savings(Known())
-    looks = [Look(float(number), ONE, live, 100, 20, 0) for number, live in enumerate((4, 8, 8, 6))]
-    assert [savings.look(look) for look in looks] == [True, True, False, False]
+    looks = [
+        Snapshot(float(number), ONE, live, 100, 20, 0) for number, live in enumerate((4, 8, 8, 6))
+    ]
+    assert [savings.observe(observe) for observe in looks] == [True, True, False, False]
     savings.end(9.0, 0)
-    assert savings.look(Look(10.0, ONE, 2, 100, 20, 0)), "of the next batch"
+    assert savings.observe(Snapshot(10.0, ONE, 2, 100, 20, 0)), "of the next batch"
 
 
 def test_tokens_come_where_as_many_are_live() -> None:
     # Three are live for 10 tokens, two for 20 and one for 70.
-    parts = [Stretch(ONE, 1.0, 0.0, True, True, t, m, 9, 9) for t, m in ((5, 3), (15, 3), (9, 1.4))]
+    parts = [
+        Interval(ONE, 1.0, 0.0, True, True, t, m, 9, 9) for t, m in ((5, 3), (15, 3), (9, 1.4))
+    ]
     assert [part.tokens for part in in_step(parts, [10, 30, 100])] == [2.5, 7.5, 90.0]
     assert in_step([], [10]) == []
 
@@ -226,7 +232,7 @@ def test_tokens_come_where_as_many_are_live() -> None:
 def test_estimates_of_simulated_batches(name: str) -> None:
     """Against the same batches in the layout in which they began, under the same truth."""
     profile = two_ranks()
-    truth = ReplayedTruth(profile)
+    truth = ReplayedGroundTruth(profile)
     policy = policy_of(profile)
     ours = simulate_batches(batches(name), policy, truth, profile)
     static = simulate_batches(batches(name), StayPolicy(profile.layouts[0]), truth, profile)
@@ -247,7 +253,7 @@ def test_estimates_of_simulated_batches_with_drafts() -> None:
     """Requests advance at paces of their own there, so that other ones are left at the end."""
     profile = modelled_profile("llama-3.1-8b", "H100", 4, draft_lengths=LENGTHS[1:])
     policy = policy_of(profile, bound=2048, draft_lengths=LENGTHS)
-    truth = ReplayedTruth(profile)
+    truth = ReplayedGroundTruth(profile)
     trace = replace(shapes.uniform(64, 1000, 2048, 2048, seed=0), acceptance=0.5)
     ours = simulate_batches([trace, trace], policy, truth, profile)
     fixed = simulate_batches([trace], StayPolicy(profile.layouts[0]), truth, profile)[0]

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pat_vllm.advice.options import AdviseOptions
-from pat_vllm.advice.replay import PLANNED, Config, Task, replay_chain
+from pat_vllm.advice.advise_options import AdviseOptions
 from pat_vllm.advice.rollouts import rollouts_of
+from pat_vllm.advice.simulations import PLANNED, Config, Task, replay_chain
 from pat_vllm.layout import Layout
-from pat_vllm.predictor.acceptance import Acceptance, Drafting
-from pat_vllm.predictor.course import course
+from pat_vllm.predictor.acceptance import Acceptance, DraftYield
+from pat_vllm.predictor.forecast import forecast
 from pat_vllm.predictor.planner import Planner
 from pat_vllm.predictor.speeds import Speeds
 from pat_vllm.predictor.state import Floats, Ints, LiveRequests
@@ -185,9 +185,9 @@ def outlook_seconds(
     )
     per_step = np.stack((tokens if now is None else now, tokens))
     mean = 1 / (1 / per_step).mean(axis=1)
-    drafting = Drafting(np.array([2, 4]), mean, np.array([2.0, 4.0]))
-    ahead = course(live_requests([10] * count), remaining[:, None], per_step[:, :, None])
-    return planner.outlook(ahead, drafting=drafting).plan(ONE).never
+    draft_yield = DraftYield(np.array([2, 4]), mean, np.array([2.0, 4.0]))
+    ahead = forecast(live_requests([10] * count), remaining[:, None], per_step[:, :, None])
+    return planner.layout_costs(ahead, draft_yield=draft_yield).plan(ONE).no_switch
 
 
 requests = st.lists(st.tuples(st.integers(1, 5000), st.floats(1.0, 5.0)), min_size=1, max_size=40)
@@ -229,8 +229,8 @@ def test_steps_of_mixtures_take_long_while_requests_end_one_after_another() -> N
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=60))
 def test_equal_speeds_change_nothing(lengths: list[int]) -> None:
     live, remaining = live_requests([100] * len(lengths)), np.array(lengths)[:, None]
-    plain = course(live, remaining)
-    same = course(live, remaining, np.full((2, len(lengths), 1), 1.0), 1)
+    plain = forecast(live, remaining)
+    same = forecast(live, remaining, np.full((2, len(lengths), 1), 1.0), 1)
     for name in ("live", "most", "steps", "context", "longest"):
         assert getattr(same, name) == pytest.approx(getattr(plain, name))
     assert same.steps_per_token is not None and (same.steps_per_token == 1).all()

@@ -11,7 +11,7 @@ import pytest
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.step_residual import StepFit, cross_validate, folds
 from pat_vllm.predictor.step_time import StepTimeModel
-from pat_vllm.profiling.profile import Profile, StepSample, StepShape
+from pat_vllm.profiling.samples import Profile, StepSample, StepShape
 from tests.unit.predictor.examples import decode, profile_of
 
 LAYOUTS = ONE, TWO = Layout(1, 2), Layout(2, 1)
@@ -19,7 +19,7 @@ CAPTURED = (1, 2, 4, 8, 16, 24, 32)
 BATCHES = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 17, 20, 24, 25, 28, 32)
 SHAPES = [decode(batch, each) for batch in BATCHES for each in (128, 512, 1024, 2048, 4096, 8192)]
 
-Truth = Callable[[StepShape], float]
+GroundTruth = Callable[[StepShape], float]
 
 
 def exact(shape: StepShape) -> float:
@@ -34,7 +34,7 @@ def stepped(shape: StepShape) -> float:
 
 
 def make_profile(
-    truth: dict[Layout, Truth], seed: int = 0, count: int = len(SHAPES), noise: float = 0.02
+    truth: dict[Layout, GroundTruth], seed: int = 0, count: int = len(SHAPES), noise: float = 0.02
 ) -> Profile:
     rng = np.random.default_rng(seed)
     steps = [

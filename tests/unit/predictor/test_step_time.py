@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.step_residual import StepFit
 from pat_vllm.predictor.step_time import StepTimeModel
-from pat_vllm.profiling.profile import Profile, StepSample, StepShape
+from pat_vllm.profiling.samples import Profile, StepSample, StepShape
 from tests.support.held_out import held_out_error
 from tests.unit.predictor.examples import decode, profile_of
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 CONTEXTS = (128, 512, 2048)
 LAYOUTS = ONE, TWO, FOUR, EIGHT = tuple(Layout.of(tp, 8) for tp in (1, 2, 4, 8))
-Truth = Callable[[Layout, StepShape], float]
+GroundTruth = Callable[[Layout, StepShape], float]
 
 
 def roofline(layout: Layout, shape: StepShape) -> float:
@@ -42,7 +42,7 @@ def saturating(layout: Layout, shape: StepShape) -> float:
 
 
 def make_profile(
-    truth: Truth,
+    truth: GroundTruth,
     *,
     noise: float = 0.02,
     layouts: Sequence[Layout] = LAYOUTS,

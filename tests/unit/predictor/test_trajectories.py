@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pat_vllm.predictor import trajectories
 from pat_vllm.predictor.state import Floats, Ints, LiveRequests, Turn
-from pat_vllm.predictor.trajectories import Futures, Trajectories, course_of_turns
+from pat_vllm.predictor.trajectories import Futures, Trajectories, forecast_of_turns
 from tests.unit.predictor.examples import live_requests
 
 FUTURES = 8
@@ -163,7 +163,7 @@ def test_all_that_is_decoded_lies_ahead(turns: list[tuple[float, float]]) -> Non
         return np.repeat(values[:, None], 2, axis=1)
 
     futures = Futures(columns(begin), columns(end), columns(np.full(count, 50.0)), columns(end))
-    ahead = course_of_turns(futures)
+    ahead = forecast_of_turns(futures)
     assert (ahead.steps >= 0).all() and (ahead.live >= 1).all() and (ahead.most >= 1).all()
     assert (
         ahead.live.max() <= count + 1e-9 and ahead.cached is not None and (ahead.cached >= 0).all()
@@ -180,7 +180,7 @@ def test_what_is_live_lies_ahead_however_far_the_next_turns_are(
     begin = np.array([0.0, *[left + gap] * others])[:, None]
     end = begin + left
     futures = Futures(begin, end, 0 * begin + 50, np.full((1, 1), float(end.max())))
-    ahead = course_of_turns(futures)
+    ahead = forecast_of_turns(futures)
     assert len(ahead.live) and ahead.steps[-1] > 0 and ahead.longest[-1] <= 50 + end.max()
     assert ahead.steps.sum() >= 0.5 * left
 
@@ -198,7 +198,7 @@ def test_alone_a_trajectory_counts_by_the_time_in_which_it_decodes() -> None:
     """Ten turns of 100 tokens with tools between them that take as long."""
     begin = np.arange(10)[:, None] * 200.0 + np.zeros((10, 2))
     futures = Futures(begin, begin + 100, 0 * begin + 50, np.full((1, 2), 1900.0))
-    ahead = course_of_turns(futures)
+    ahead = forecast_of_turns(futures)
     assert ahead.steps.sum() == pytest.approx(1000, rel=0.1)
     assert ahead.live == pytest.approx(1)
 
@@ -211,7 +211,7 @@ def test_of_many_the_share_counts_that_decodes() -> None:
     begin = np.repeat(begin, 2, axis=1)
     end = np.clip(begin + 100, 0, 2000)
     begin = np.clip(begin, 0, 2000)
-    ahead = course_of_turns(Futures(begin, end, 0 * begin + 50, np.full((64, 2), 2000.0)))
+    ahead = forecast_of_turns(Futures(begin, end, 0 * begin + 50, np.full((64, 2), 2000.0)))
     assert ahead.steps.sum() == pytest.approx(1000, rel=0.05)
     assert ahead.live == pytest.approx(32, rel=0.3)
     assert ahead.cached is not None

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pat_vllm.kinds import SlidingWindow, num_blocks
 from pat_vllm.layout import Layout
 from pat_vllm.profiling.grid import POINTS, EngineLimits, Plan, StepPoint, SwitchPoint, estimate
-from pat_vllm.profiling.profile import StepSample, StepShape, SwitchSample
+from pat_vllm.profiling.samples import StepSample, StepShape, SwitchSample
 from tests.support.kinds import full
 from tests.unit.predictor import examples
 

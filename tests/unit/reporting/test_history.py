@@ -13,7 +13,7 @@ from pat_vllm.predictor.decisions import MAX_DECISIONS, Decisions
 from pat_vllm.reporting import (
     DraftCounts,
     DraftSample,
-    History,
+    EngineHistory,
     RefusedSwitch,
 )
 from pat_vllm.reporting import history as history_module
@@ -23,7 +23,7 @@ from tests.unit.reporting.samples import ONE, TWO, decision_report, switch_repor
 
 
 def test_changes_and_first_steps_are_kept() -> None:
-    history = History()
+    history = EngineHistory()
     for by_replica in ((3, 2), (3, 2), (2, 3), (2, 2)):
         history.live(ONE, sum(by_replica), by_replica)
     history.step(ONE, 0.25)
@@ -47,7 +47,7 @@ def test_a_long_history_is_bounded_and_is_sent_since_a_time(
     """A record of each kind every second, from 0 s on, and more than fit."""
     now = 0.0
     monkeypatch.setattr(history_module.time, "monotonic", lambda: now)
-    history = History()
+    history = EngineHistory()
     for second in range(MAX_RECORDS + 10):
         now = float(second)
         history.live(ONE, second)
@@ -73,7 +73,7 @@ def test_a_long_history_is_bounded_and_is_sent_since_a_time(
 
 
 def test_drafts_of_two_batches_are_counted_apart() -> None:
-    history = History()
+    history = EngineHistory()
     for at, layout, replica, length, drafted, accepted in (
         (10.1, ONE, 1, 4, 8, 3),
         (10.2, ONE, 0, 4, 16, 7),
@@ -129,7 +129,7 @@ def test_decisions_are_bounded_and_completed_by_what_follows() -> None:
 
 
 def test_a_history_is_read_while_it_grows() -> None:
-    history = History()
+    history = EngineHistory()
     layouts = [Layout(1, 1 + replicas) for replicas in range(500)]
     read, failed = threading.Event(), []
 

@@ -6,7 +6,7 @@ import random
 import statistics
 from itertools import combinations
 
-from pat_vllm.simulator.replay import simulate
+from pat_vllm.simulator.simulate import simulate
 from tests.support.clairvoyant import clairvoyant
 from tests.unit.simulator.simple import FREE, LAYOUTS, Linear, batch, follow
 

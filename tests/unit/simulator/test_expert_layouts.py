@@ -12,15 +12,15 @@ import pytest
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.adaptive import AdaptivePolicy
 from pat_vllm.predictor.cost import CostModel
-from pat_vllm.predictor.course import course
+from pat_vllm.predictor.forecast import forecast
 from pat_vllm.predictor.planner import Planner
 from pat_vllm.predictor.policy import StayPolicy
 from pat_vllm.predictor.step_time import StepTimeModel
-from pat_vllm.profiling.profile import Profile, StepSample
+from pat_vllm.profiling.samples import Profile, StepSample
 from pat_vllm.simulator import shapes
+from pat_vllm.simulator.ground_truth import ReplayedGroundTruth
 from pat_vllm.simulator.modelled.hardware import measured_noise
-from pat_vllm.simulator.replay import simulate, simulate_batches
-from pat_vllm.simulator.truth import ReplayedTruth
+from pat_vllm.simulator.simulate import simulate, simulate_batches
 from tests.unit.predictor import examples
 from tests.unit.predictor.examples import decode, live_requests
 from tests.unit.simulator.simple import follow
@@ -110,8 +110,10 @@ def test_planner_takes_the_faster_kind_at_each_number_of_requests() -> None:
     )
     fastest = {1: CUT, 3: CUT, 8: SPREAD, 12: SPREAD, 24: ONE, 64: ONE}
     for live in range(1, 65):
-        outlook = planner.outlook(course(live_requests([100] * live), np.full((live, 4), 200)))
-        (best,) = {outlook.plan(start).best for start in LAYOUTS}
+        layout_costs = planner.layout_costs(
+            forecast(live_requests([100] * live), np.full((live, 4), 200))
+        )
+        (best,) = {layout_costs.plan(start).best for start in LAYOUTS}
         times = {layout: step_seconds(layout, max(1, live / layout.replicas)) for layout in LAYOUTS}
         assert times[best] <= 1.02 * min(times.values()), live
         assert best == fastest.get(live, best)
@@ -123,7 +125,7 @@ def test_planner_takes_the_faster_kind_at_each_number_of_requests() -> None:
 def test_switches_between_kinds_are_replayed() -> None:
     trace = shapes.uniform(24, 10, 200, 200, seed=0)
     policy = follow(ONE, (6, SPREAD), (12, CUT), (18, SPREAD))
-    truth = ReplayedTruth(PROFILE)
+    truth = ReplayedGroundTruth(PROFILE)
     run = simulate(trace, policy, truth, PROFILE)
     ends = [(switch.source, switch.target) for switch in run.switches]
     assert ends == [(ONE, SPREAD), (SPREAD, CUT), (CUT, SPREAD), (SPREAD, ONE)]
@@ -137,12 +139,12 @@ def test_switches_between_kinds_are_replayed() -> None:
         taken = truth.step_seconds(sample.layout, sample.shape, 0.0)
         assert taken == pytest.approx(sample.seconds, rel=0.01)
     # Noise of another engine, which has no mixture, is that of the nearest layout.
-    noisy = ReplayedTruth(PROFILE, measured_noise())
+    noisy = ReplayedGroundTruth(PROFILE, measured_noise())
     assert simulate(trace, policy, noisy, PROFILE).seconds != run.seconds
 
 
 def test_pat_uses_both_kinds_and_gains_by_it() -> None:
-    truth = ReplayedTruth(PROFILE)
+    truth = ReplayedGroundTruth(PROFILE)
     batches = [shapes.lognormal(64, 200, 1.0, 2000, seed) for seed in range(2)]
 
     def runs(profile: Profile) -> list[Any]:

@@ -6,8 +6,8 @@ import pytest
 
 from pat_vllm.layout import Layout
 from pat_vllm.simulator.carrying import carry
-from pat_vllm.simulator.replica import SimulatedReplica
-from pat_vllm.simulator.requests import SimulatedRequests
+from pat_vllm.simulator.simulated_replica import SimulatedReplica
+from pat_vllm.simulator.simulated_requests import SimulatedRequests
 from pat_vllm.simulator.traces import LengthTrace
 from tests.unit.simulator.simple import capacity_of
 

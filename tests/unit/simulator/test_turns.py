@@ -12,7 +12,7 @@ from pat_vllm.layout import Layout
 from pat_vllm.predictor.policy import StayPolicy
 from pat_vllm.predictor.state import Turn
 from pat_vllm.simulator import shapes
-from pat_vllm.simulator.replay import simulate
+from pat_vllm.simulator.simulate import simulate
 from pat_vllm.simulator.traces import LengthTrace, TurnLengths
 from tests.support.schedules import FollowSchedule, LayoutSchedule
 from tests.unit.simulator.simple import (

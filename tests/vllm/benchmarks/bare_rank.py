@@ -100,10 +100,10 @@ def devices() -> None:
 
 def doctor() -> None:
     """It finds a GPU for each rank."""
-    from pat_vllm.doctor.environment import Facts, FoundDevice, environment_checks
+    from pat_vllm.doctor.environment import EnvironmentFacts, FoundDevice, environment_checks
 
     gpu = FoundDevice(80 << 30, "9.0", name="a GPU", free=79 << 30)
-    facts = Facts({}, "cuda", "a CPU", 1 << 40, 1 << 40, (gpu,), ((True,),))
+    facts = EnvironmentFacts({}, "cuda", "a CPU", 1 << 40, 1 << 40, (gpu,), ((True,),))
     assert not [check for check in environment_checks(facts, 2, True) if check.problem]
     assert [check for check in environment_checks(facts, 3, True) if check.problem]
 

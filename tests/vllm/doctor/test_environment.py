@@ -10,7 +10,12 @@ import pytest
 
 from pat_vllm.child import Events
 from pat_vllm.doctor.arithmetic import ARCHITECTURES
-from pat_vllm.doctor.environment import FACTS, Facts, environment_checks, look
+from pat_vllm.doctor.environment import (
+    FACTS,
+    EnvironmentFacts,
+    environment_checks,
+    inspect_environment,
+)
 from pat_vllm.model_size import ModelSize
 from tests.support.models import random_model
 
@@ -22,7 +27,7 @@ MISTRAL = """{
 }"""
 
 
-def facts_of(model: Path, **options: Any) -> Facts:
+def facts_of(model: Path, **options: Any) -> EnvironmentFacts:
     """What an engine with PAT would be here, as the doctor's child tells it."""
     engine = {
         "model": str(model),
@@ -32,7 +37,7 @@ def facts_of(model: Path, **options: Any) -> Facts:
         "additional_config": {"pat": {}},
         **options,
     }
-    facts = look(engine, Events())
+    facts = inspect_environment(engine, Events())
     return FACTS.validate_python(json.loads(FACTS.dump_json(facts)))
 
 

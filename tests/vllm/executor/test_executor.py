@@ -20,11 +20,11 @@ from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 from vllm.v1.executor.multiproc_executor import WorkerProc
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
-from pat_vllm import commands
+from pat_vllm import rpc
 from pat_vllm.executor import executor as executor_module
 from pat_vllm.executor.executor import PATExecutor, PATExecutorMixin
-from pat_vllm.executor.leftovers import Leftovers
 from pat_vllm.executor.messages import CallFailed, StepReply, SwitchCommand
+from pat_vllm.executor.os_resources import OsResourceCleanup
 from pat_vllm.executor.readers import reader_of
 from pat_vllm.executor.weight_calls import WeightCalls
 from pat_vllm.layout import Layout
@@ -83,13 +83,13 @@ class Executor(PATExecutorMixin, Stock):
     def __init__(self) -> None:
         Stock.__init__(self)
         begin(self)
-        self._leftovers = Leftovers([])
+        self._leftovers = OsResourceCleanup([])
         self.rpc_broadcast_mq.enqueue = lambda call: self.calls.append(call[0])
 
     def _call_together(self, method: str, *args: Any, **options: Any) -> list[Any]:
         self.calls.append(method)
         # One rank may be through with it before the other.
-        return [True, self.whole] if method == commands.REFRESH_WEIGHTS else []
+        return [True, self.whole] if method == rpc.REFRESH_WEIGHTS else []
 
 
 class RealExecutor(PATExecutor):
@@ -333,18 +333,18 @@ def test_commands_answer_as_workers_would() -> None:
 
 
 def test_workers_have_the_methods_that_are_called() -> None:
-    """Calls go by name; `commands.py` is where both ends find it."""
-    constants = {value for name, value in vars(commands).items() if name.isupper()}
+    """Calls go by name; `rpc.py` is where both ends find it."""
+    constants = {value for name, value in vars(rpc).items() if name.isupper()}
     workers = {value for value in constants if isinstance(value, str)}
     front_ends = {
-        commands.SWITCH_COMMAND,
-        commands.SPECULATE_COMMAND,
-        commands.REPORT_COMMAND,
-        commands.PROFILE_COMMAND,
+        rpc.SWITCH_COMMAND,
+        rpc.SPECULATE_COMMAND,
+        rpc.REPORT_COMMAND,
+        rpc.PROFILE_COMMAND,
     }
-    assert workers - front_ends == commands.WORKER_METHODS
+    assert workers - front_ends == rpc.WORKER_METHODS
     methods = {name for name in dir(PATWorkerMixin) if name.startswith("pat_")}
-    assert methods == commands.WORKER_METHODS
+    assert methods == rpc.WORKER_METHODS
 
 
 # -------------------------------------------------------------------- lanes

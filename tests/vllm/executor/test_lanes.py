@@ -24,7 +24,12 @@ from vllm.distributed.device_communicators.shm_broadcast import Handle, MessageQ
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, DraftTokenIds, ModelRunnerOutput
 
 from pat_vllm.executor.lanes import DRAFT_ROWS, EXECUTE, LEAVE, SAMPLE, Lanes, Network, WorkerLanes
-from pat_vllm.executor.leftovers import Leftovers, Made, made_here, remove_sockets
+from pat_vllm.executor.os_resources import (
+    OsResourceCleanup,
+    OsResources,
+    os_resources_here,
+    remove_sockets,
+)
 from pat_vllm.executor.readers import LocalReader, RemoteReader, reader_of
 from pat_vllm.layout import Layout
 from pat_vllm.worker.worker import PATWorkerMixin
@@ -258,8 +263,13 @@ def test_what_killed_workers_leave_is_removed(
     shared = Path("/dev/shm") / f"{met.name}-tp:0-[0-1]-cpushm_0"
     other = Path("/dev/shm") / f"{met.name}x"
     queues = [worker.reply_handle() for worker in workers]
-    leftovers = Leftovers(queues[:1])
-    leftovers.add([Made((queues[1],), f"file://{met}"), Made((Handle(),), "tcp://127.0.0.1:1234")])
+    leftovers = OsResourceCleanup(queues[:1])
+    leftovers.add(
+        [
+            OsResources((queues[1],), f"file://{met}"),
+            OsResources((Handle(),), "tcp://127.0.0.1:1234"),
+        ]
+    )
     try:
         for file in (met, shared, other):
             file.touch()
@@ -287,10 +297,10 @@ def test_a_users_file_is_no_socket(tmp_path: Path) -> None:
     )
     assert file.read_text() == "mine" and not [*folder.iterdir()]
     (folder / "met").symlink_to(file)
-    leftovers = Leftovers(
+    leftovers = OsResourceCleanup(
         [Handle(local_subscribe_addr="ipc:///no/such", local_notify_addr="tcp://x:1")]
     )
-    leftovers.add([Made((), f"file://{folder}/met")])
+    leftovers.add([OsResources((), f"file://{folder}/met")])
     leftovers.remove()
     assert file.exists() and (folder / "met").is_symlink()
 
@@ -301,4 +311,6 @@ def test_queues_of_groups_are_among_what_a_worker_leaves(monkeypatch: pytest.Mon
     group = SimpleNamespace(mq_broadcaster=SimpleNamespace(handle=broadcaster))
     groups = {"tp:0": lambda: group, "dp:0": lambda: SimpleNamespace(mq_broadcaster=None)}
     monkeypatch.setattr(parallel_state, "_groups", groups | {"ended": lambda: None})
-    assert made_here(own, "tcp://127.0.0.1:1") == Made((own, broadcaster), "tcp://127.0.0.1:1")
+    assert os_resources_here(own, "tcp://127.0.0.1:1") == OsResources(
+        (own, broadcaster), "tcp://127.0.0.1:1"
+    )

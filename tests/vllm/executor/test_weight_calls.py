@@ -8,7 +8,7 @@ from unittest.mock import Mock
 import pytest
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from pat_vllm import commands
+from pat_vllm import rpc
 from pat_vllm.executor import executor as executor_module
 from pat_vllm.executor import weight_calls as weight_calls_module
 from pat_vllm.executor.lanes import EXECUTE
@@ -25,10 +25,10 @@ def test_weights_are_not_touched_while_they_are_away() -> None:
     executor.is_sleeping = True
     executor._enter_lanes()
     executor.collective_rpc("wake_up")
-    assert commands.REFRESH_WEIGHTS not in executor.calls
+    assert rpc.REFRESH_WEIGHTS not in executor.calls
     executor.is_sleeping = False
     executor._enter_lanes()
-    lanes, derived = commands.SERVE_LANE, commands.REFRESH_WEIGHTS
+    lanes, derived = rpc.SERVE_LANE, rpc.REFRESH_WEIGHTS
     assert executor.calls == ["sleep", lanes, "wake_up", derived, lanes]
 
 
@@ -90,7 +90,7 @@ def test_steps_in_an_update() -> None:
     executor.calls.clear()
     for _ in range(2):
         executor.execute_model(step_of(1))
-    assert executor.calls == [commands.REFRESH_WEIGHTS, commands.SERVE_LANE, EXECUTE, EXECUTE]
+    assert executor.calls == [rpc.REFRESH_WEIGHTS, rpc.SERVE_LANE, EXECUTE, EXECUTE]
 
 
 def test_requests_wait_as_long_as_a_step_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +106,7 @@ def test_requests_wait_as_long_as_a_step_may_take(monkeypatch: pytest.MonkeyPatc
         for waited in (0, 59):
             clock += waited
             assert executor.waits_for_weights()
-    assert executor.calls.count(commands.REFRESH_WEIGHTS) == 2
+    assert executor.calls.count(rpc.REFRESH_WEIGHTS) == 2
     clock += 1
     assert not executor.waits_for_weights(), "the step tells why it cannot be made"
     executor.whole = True

@@ -16,8 +16,8 @@ from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExpert
 
 from pat_vllm.known_models import MODEL_SHAPES
 from pat_vllm.layer_sizes import ExpertSizes
-from pat_vllm.mixture import Mixture
 from pat_vllm.model_size import ModelSize
+from pat_vllm.moe_config import MoEConfig
 from tests.support.models import random_model
 from tests.vllm.weights.test_experts import LAYOUTS, MODELS
 from tests.vllm.weights.test_weights import build, vllm_config_for
@@ -65,7 +65,7 @@ def test_a_workspace_is_what_vllms_experts_ask_for() -> None:
     experts = TritonExperts.__new__(TritonExperts)
     for intermediate in (768, 4096):
         model = ModelSize.of({**QWEN3, "moe_intermediate_size": intermediate})
-        for layout in Mixture(128, intermediate).layouts((1, 2, 4, 8), 8, "auto"):
+        for layout in MoEConfig(128, intermediate).layouts((1, 2, 4, 8), 8, "auto"):
             spread = layout.experts == "ep"
             width = intermediate if spread else intermediate // layout.tp
             sizes = (8192, 2 * width, model.hidden, 8, 128, 128)
@@ -87,4 +87,4 @@ def test_experts_of_the_configs_that_transformers_writes() -> None:
         size = ModelSize.of(config_of(name))
         assert size.experts == sizes, name
         assert size.dense_layers == (name in ("deepseek_v2", "deepseek_v3", "glm4_moe"))
-        assert Mixture.from_config(config_of(name)) == Mixture(sizes.count, sizes.intermediate)
+        assert MoEConfig.from_config(config_of(name)) == MoEConfig(sizes.count, sizes.intermediate)

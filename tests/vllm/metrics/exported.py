@@ -6,7 +6,7 @@ from typing import Any
 
 from prometheus_client import REGISTRY, CollectorRegistry
 
-from tests.unit.metrics.test_updates import OF_VLLM, exported
+from tests.unit.metrics.test_metric_updates import OF_VLLM, exported
 
 Series = tuple[str, tuple[tuple[str, str], ...]]
 """An exported name, and labels with their values."""

@@ -19,9 +19,9 @@ from vllm.v1.request import RequestStatus
 from pat_vllm import plugin
 from pat_vllm.kv_transfer.connector import PATConnector
 from pat_vllm.metrics import names
+from pat_vllm.metrics.metric_updates import MetricUpdates, Update, updates_of
 from pat_vllm.metrics.names import METRICS
 from pat_vllm.metrics.prometheus import PATMetrics, naming_connector
-from pat_vllm.metrics.updates import Update, Updates, updates_of
 from pat_vllm.patches.front_end import tell_loggers
 from pat_vllm.reporting import (
     REFUSALS,
@@ -36,7 +36,7 @@ from pat_vllm.scheduler import switch_plan
 from pat_vllm.scheduler.draft_rows import DraftRows
 from pat_vllm.scheduler.monitor import Monitor
 from pat_vllm.turns import Turns
-from tests.unit.metrics.test_updates import (
+from tests.unit.metrics.test_metric_updates import (
     LAYOUTS,
     OF_VLLM,
     exported,
@@ -68,7 +68,7 @@ def registered(registry: CollectorRegistry, tp: int = 2) -> PATMetrics:
 
 def test_the_registry_adds_up_what_happened() -> None:
     registry, rng = CollectorRegistry(), Random(0)
-    metrics, updates = registered(registry), Updates()
+    metrics, updates = registered(registry), MetricUpdates()
     before = samples(registry)
     # An engine that does not speculate has no draft lengths.
     shown = {name for metric in METRICS for name in exported(metric)} - {names.DRAFT_LENGTH}
@@ -114,7 +114,7 @@ def test_several_api_servers_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             process_identifier=lambda process=process: process
         )
         monkeypatch.setattr(prometheus_values, "ValueClass", to_files)
-        metrics, updates = registered(CollectorRegistry()), Updates()
+        metrics, updates = registered(CollectorRegistry()), MetricUpdates()
         for _ in range(process):
             updates.switched(switch)
         updates.state(LAYOUTS[0], [process] * 4)
@@ -217,7 +217,7 @@ def test_each_batch_is_counted_once() -> None:
         return PredictorReport(savings=tuple(b for b in ended if b.at >= since))
 
     quiet: Any = SimpleNamespace(idle=lambda *now: None, report=report)
-    updates = Updates()
+    updates = MetricUpdates()
     monitor = Monitor(quiet, quiet, None, False, Turns(16), DraftRows(0, 1, 1), updates)  # type: ignore[arg-type]
     counts = []
     for more in (0, 2, 0, 1):

@@ -13,9 +13,9 @@ from vllm.engine.arg_utils import EngineArgs
 from pat_vllm.executor.messages import ResolvedKernels
 from pat_vllm.profiling.key import kernel_environment, profile_key, title
 from pat_vllm.profiling.load import _draft_lengths
-from pat_vllm.profiling.profile import ProfileError
+from pat_vllm.profiling.samples import ProfileError
 from tests.support.models import random_model
-from tests.unit.profiling.test_profile import profile
+from tests.unit.profiling.test_samples import profile
 
 RESOLVED = ResolvedKernels(("CPU_ATTN",), "materialized")
 DRAFTS = {

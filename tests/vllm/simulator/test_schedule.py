@@ -13,9 +13,9 @@ from vllm.v1.core.kv_cache_utils import init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import ModelRunnerOutput
 
-from pat_vllm.simulator.replica import SimulatedReplica
-from pat_vllm.simulator.requests import SimulatedRequests
 from pat_vllm.simulator.shapes import GENERATORS
+from pat_vllm.simulator.simulated_replica import SimulatedReplica
+from pat_vllm.simulator.simulated_requests import SimulatedRequests
 from pat_vllm.simulator.traces import LengthTrace
 from tests.support.models import random_model
 from tests.unit.simulator.simple import capacity_of

@@ -12,7 +12,7 @@ MUTATIONS = mutations({
     ],
     "tests/unit/simulator/test_short_memory.py": [
         ("a small request overtakes one that waits for room", "simulator.carrying:carry", "full.add(replica.index)", "pass"),
-        ("half of a prompt needs no room for the rest", "simulator.replica:SimulatedReplica.schedule", "rest + 1 > room and self.running", "False"),
+        ("half of a prompt needs no room for the rest", "simulator.simulated_replica:SimulatedReplica.schedule", "rest + 1 > room and self.running", "False"),
     ],
     "tests/unit/simulator/modelled/test_choice.py": [
         ("of layouts alone the one with least room", "simulator.modelled.choice:_Search.fastest", "seconds[sizes] <= enough), key=self._room)", "seconds[sizes] <= enough), key=lambda sizes: -self._room(sizes))"),
@@ -54,10 +54,10 @@ MUTATIONS = mutations({
         ("the narrower limit stays", "limits:narrower_limit", 'layout.tp if config.limits_per == "rank" else 1', "1"),
         ("the narrower limit is the wider", "limits:narrower_limit", ", limit)", ", 10**9)"),
     ],
-    "tests/unit/test_mixture.py": [
-        ("both kinds of layouts where no rank has a whole expert", "mixture:Mixture.layouts", "elif base_tp > 1:", "elif base_tp > 2:"),
-        ("one expert for each rank is too few", "mixture:Mixture._hindrance", "self.num_experts < tp", "self.num_experts <= tp"),
-        ("experts that a rank of the base layout lacks", "mixture:Mixture._hindrance", "base_tp > 1 and self.num_experts % tp", "base_tp > tp and self.num_experts % tp"),
+    "tests/unit/test_moe_config.py": [
+        ("both kinds of layouts where no rank has a whole expert", "moe_config:MoEConfig.layouts", "elif base_tp > 1:", "elif base_tp > 2:"),
+        ("one expert for each rank is too few", "moe_config:MoEConfig._hindrance", "self.num_experts < tp", "self.num_experts <= tp"),
+        ("experts that a rank of the base layout lacks", "moe_config:MoEConfig._hindrance", "base_tp > 1 and self.num_experts % tp", "base_tp > tp and self.num_experts % tp"),
     ],
     "tests/unit/test_files.py": [
         ("kept files are open to others", "files.writing:_write_whole", "0o600 if private else 0o666", "0o666"),
@@ -72,19 +72,19 @@ MUTATIONS = mutations({
         ("an open directory stays open", "files.writing:make_private", "os.fchmod(descriptor, 0o700)", "pass"),
         ("a link is followed", "files.writing:make_private", " | os.O_NOFOLLOW", ""),
         ("a directory of the user's is renamed", "files.reading:set_aside", "if os.path.isfile(path):", "if True:"),
-        ("a lengths file that cannot be read ends an engine", "predictor.kept:Keeper.load", "except FileError as error:", "except KeyError as error:"),
+        ("a lengths file that cannot be read ends an engine", "predictor.learned_state:LearnedStateFile.load", "except FileError as error:", "except KeyError as error:"),
         ("another user's directory is taken", "files.writing:make_private", "status.st_uid != os.geteuid()", "False"),
         ("a pipe is read", "files.reading:read_bytes", "if not stat.S_ISREG(status.st_mode):", "if False:"),
         ("another user's file is taken", "files.reading:read_bytes", "own and status.st_uid != os.geteuid()", "False"),
         ("JSON is nested without end", "files.reading:parse_json", "return from_json(text.removeprefix", "return __import__('json').loads(text.removeprefix"),
-        ("damage is not seen", "predictor.kept:load", "content.pop(_DIGEST, None) != _digest(content)", "content.pop(_DIGEST, None) is None"),
+        ("damage is not seen", "predictor.learned_state:load", "content.pop(_DIGEST, None) != _digest(content)", "content.pop(_DIGEST, None) is None"),
         ("no home, no engine", "profiling.cache:cache_dir", "except RuntimeError as error:", "except KeyError as error:"),
         ("a cache that cannot be read stops an engine", "profiling.cache:find", "except (ProfileError, OSError) as error:", "except ProfileError as error:"),
         ("cached profiles are open to others", "profiling.cache:keep", ", private=True", ""),
         ("the cache is open to others", "profiling.cache:keep", "make_private(path.parent)", "path.parent.mkdir(exist_ok=True)"),
-        ("a name that no file can have stops an engine", "predictor.kept:Keeper.save", "except (OSError, ValueError) as error:", "except KeyError as error:"),
-        ("kept lengths are open to others", "predictor.kept:save", ", private=True", ""),
-        ("kept lengths are written in place", "predictor.kept:save", "write_whole(path, ", "path.write_text(", ", private=True", ""),
+        ("a name that no file can have stops an engine", "predictor.learned_state:LearnedStateFile.save", "except (OSError, ValueError) as error:", "except KeyError as error:"),
+        ("kept lengths are open to others", "predictor.learned_state:save", ", private=True", ""),
+        ("kept lengths are written in place", "predictor.learned_state:save", "write_whole(path, ", "path.write_text(", ", private=True", ""),
     ],
     "tests/unit/test_security.py": [
         ("children import from the current directory", "text_only:command_of", '"-P", ', ""),

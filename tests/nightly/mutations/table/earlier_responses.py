@@ -45,16 +45,16 @@ MUTATIONS = mutations({
         ("what has ended stays on the shelves", "scheduler.draft_rows:DraftRows.update", "if id_ not in here", "if False"),
         ("what is not scheduled is told of", "scheduler.draft_rows:DraftRows.update", "self._changed.intersection(step.num_scheduled_tokens)", "set(self._changed)"),
     ],
-    "tests/unit/advice/test_drafts.py": [
+    "tests/unit/advice/test_replayed_drafts.py": [
         ("siblings are replayed that had not ended", "drafts.replay:replay", "if ends[at] == len(text):", "if True:"),
         ("all drafts of a step count as accepted", "drafts.replay:replay", "right.cumprod().sum()", "right.sum()"),
-        ("another prompt's responses are replayed", "advice.drafts:_by_prompt", "text.prompt.tobytes()", "b''"),
+        ("another prompt's responses are replayed", "advice.replayed_drafts:_by_prompt", "text.prompt.tobytes()", "b''"),
     ],
-    "tests/vllm/kernels/test_suffix.py": [
-        ("kernels reach over the beginning", "kernels.suffix:score_kernel", "inside = alive & (back >= 0)", "inside = alive"),
-        ("kernels take the first place", "kernels.suffix:score_kernel", "score = (match << BITS) + place + 1", "score = (match << BITS) + count - place"),
-        ("kernels draft over the end of a text", "kernels.suffix:draft_kernel", "(ended == 0) & (score > 0)", "(copied != BETWEEN) & (score > 0)"),
-        ("kernels prefer other texts", "kernels.suffix:score_kernel", "            score += OWN\n", "            score += OWN - OWN\n"),
+    "tests/vllm/kernels/test_suffix_match.py": [
+        ("kernels reach over the beginning", "kernels.suffix_match:score_kernel", "inside = alive & (back >= 0)", "inside = alive"),
+        ("kernels take the first place", "kernels.suffix_match:score_kernel", "score = (match << BITS) + place + 1", "score = (match << BITS) + count - place"),
+        ("kernels draft over the end of a text", "kernels.suffix_match:draft_kernel", "(ended == 0) & (score > 0)", "(copied != BETWEEN) & (score > 0)"),
+        ("kernels prefer other texts", "kernels.suffix_match:score_kernel", "            score += OWN\n", "            score += OWN - OWN\n"),
         ("texts are looked through for no drafts", "worker.drafter_v1:SuffixProposer.batch_propose", "if room <= 0:", "if False:"),
         ("short matches draft long", "worker.drafter_v1:SuffixProposer.batch_propose", "min(count, match)", "count"),
         ("drafts reach over min_tokens", "worker.drafter_v1:SuffixProposer._room", "return min(k, left - 1) if left > 0 else k", "return k"),

@@ -8,27 +8,27 @@ from tests.nightly.mutations.mutation import mutations
 # fmt: off
 MUTATIONS = mutations({
     "tests/engine/test_vision.py::test_a_switch_carries_the_positions_of_tokens": [
-        ("a switch loses the positions of tokens", "worker.handover:V1Handover.take", "not in self._NEW", "not in {*self._NEW, 'mrope_positions'}"),
+        ("a switch loses the positions of tokens", "worker.request_state:V1RequestStateTransfer.take", "not in self._NEW", "not in {*self._NEW, 'mrope_positions'}"),
     ],
     "tests/engine/test_vision.py::test_an_image_is_refused_and_nothing_is_lost": [
         ("a refused image is not explained", "patches.front_end:explain_refused_media", "if not model.is_multimodal_model or", "if model.is_multimodal_model or"),
     ],
     "tests/engine/test_faults.py::test_an_orphan_ends + tests/engine/test_faults.py::test_a_killed_front_end_takes_its_engine_along": [
-        ("an engine core does not watch its front end", "executor.orphan:end_when_orphaned", "_when_parent_is_gone(_ENGINE_CORE, end)", "_when_parent_is_gone(_WORKER, end)"),
+        ("an engine core does not watch its front end", "executor.parent_watchdog:end_when_orphaned", "_when_parent_is_gone(_ENGINE_CORE, end)", "_when_parent_is_gone(_WORKER, end)"),
     ],
     "tests/engine/test_faults.py::test_an_orphan_ends": [
-        ("an orphaned engine core waits for its shutdown without end", "executor.orphan:end_when_orphaned", "threading.Timer(_SHUTDOWN_SECONDS, _exit_with_children).start()", "pass"),
-        ("a stopped worker outlives an orphaned engine core", "executor.orphan:_exit_with_children", "child.kill()", "pass"),
-        ("a worker does not watch its engine core", "executor.orphan:exit_when_orphaned", "_when_parent_is_gone(_WORKER, end)", "_when_parent_is_gone(_ENGINE_CORE, end)"),
+        ("an orphaned engine core waits for its shutdown without end", "executor.parent_watchdog:end_when_orphaned", "threading.Timer(_SHUTDOWN_SECONDS, _exit_with_children).start()", "pass"),
+        ("a stopped worker outlives an orphaned engine core", "executor.parent_watchdog:_exit_with_children", "child.kill()", "pass"),
+        ("a worker does not watch its engine core", "executor.parent_watchdog:exit_when_orphaned", "_when_parent_is_gone(_WORKER, end)", "_when_parent_is_gone(_ENGINE_CORE, end)"),
     ],
     "tests/engine/test_faults.py::test_a_killed_worker_is_reported_to_all": [
-        ("queues of killed workers stay in shared memory", "executor.leftovers:Leftovers.remove", "_remove_queue(queue)", "remove_sockets(queue)"),
+        ("queues of killed workers stay in shared memory", "executor.os_resources:OsResourceCleanup.remove", "_remove_queue(queue)", "remove_sockets(queue)"),
     ],
     "tests/vllm/patches/test_dead_engine.py::test_a_core_that_ends_is_not_killed": [
         ("an engine core is killed while it ends", "patches.dead_engine:end_in_order", "signal.SIG_IGN if action is signal.SIG_DFL else action", "action"),
     ],
     "tests/vllm/executor/test_lanes.py::test_what_killed_workers_leave_is_removed": [
-        ("the file where killed workers have met stays", "executor.leftovers:Leftovers.add", 'self._rendezvous.add(Path(resources.met_at.removeprefix("file://")))', "pass"),
+        ("the file where killed workers have met stays", "executor.os_resources:OsResourceCleanup.add", 'self._rendezvous.add(Path(resources.met_at.removeprefix("file://")))', "pass"),
     ],
     "tests/engine/test_faults.py::test_requests_that_find_no_room_are_recomputed": [
         ("the report counts what was planned to be recomputed", "scheduler.switch:_report", "sum(1 for c in plan.carried if c.computed) - migrated", "sum(1 for c in plan.carried if c.computed and not c.migrates)"),

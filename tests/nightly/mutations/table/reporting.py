@@ -8,33 +8,33 @@ from tests.nightly.mutations.mutation import mutations
 # fmt: off
 MUTATIONS = mutations({
     "tests/unit/reporting/test_history.py": [
-        ("drafts of a batch are counted again in the next", "reporting.history:History.idle", "self._counting.clear()", "pass"),
-        ("each step with drafts is a sample of its own", "reporting.history:History.drafts", "self._counting.get(replica)", "None"),
-        ("a report since a time begins after it", "reporting.history:Records.since", "bisect.bisect_left", "bisect.bisect_right"),
-        ("expected refusals are errors", "reporting.history:History.refused", "not refused.expected", "refused.expected"),
+        ("drafts of a batch are counted again in the next", "reporting.history:EngineHistory.idle", "self._counting.clear()", "pass"),
+        ("each step with drafts is a sample of its own", "reporting.history:EngineHistory.drafts", "self._counting.get(replica)", "None"),
+        ("a report since a time begins after it", "reporting.history:RingBuffer.since", "bisect.bisect_left", "bisect.bisect_right"),
+        ("expected refusals are errors", "reporting.history:EngineHistory.refused", "not refused.expected", "refused.expected"),
     ],
     "tests/unit/reporting/test_report.py": [
         ("a printed report has lines of all that it holds", "reporting.text:describe_report", 'lines = [f"({earlier}', '_ = [f"({earlier}'),
         ("a report of any format is read", "reporting.values:Report.load", 'content["format"] != FORMAT', "False"),
     ],
-    "tests/unit/reporting/test_plot.py": [
+    "tests/unit/reporting/test_report_plot.py": [
         ("requests seem to go on after a batch", "reporting.run:Run.live", "counts += [(batch.at, 0) for batch in self.savings]", "pass"),
-        ("a saving is drawn with its sign turned", "reporting.plot:_draw_costs", "b.realised.fixed - b.realised.drafting", "b.realised.drafting - b.realised.fixed"),
+        ("a saving is drawn with its sign turned", "reporting.report_plot:_draw_costs", "b.realised.fixed - b.realised.drafting", "b.realised.drafting - b.realised.fixed"),
     ],
     "tests/unit/reporting/test_rollout.py": [
         ("a rollout's line has the switches of the ones before", "reporting.text:describe", "Run(report, started, math.inf)", "Run(report, 0.0, math.inf)"),
     ],
-    "tests/unit/metrics/test_updates.py": [
-        ("replicas that are gone keep their requests", "metrics.updates:Updates.state", "range(len(num_seqs), before)", "range(0)"),
-        ("gauges travel though they have not changed", "metrics.updates:Updates._set", "if self._shown.get(series) != value:", "if True:"),
-        ("a counter may fall", "metrics.updates:Updates.saved", "max(0.0, getattr(times, way))", "getattr(times, way)"),
+    "tests/unit/metrics/test_metric_updates.py": [
+        ("replicas that are gone keep their requests", "metrics.metric_updates:MetricUpdates.state", "range(len(num_seqs), before)", "range(0)"),
+        ("gauges travel though they have not changed", "metrics.metric_updates:MetricUpdates._set", "if self._shown.get(series) != value:", "if True:"),
+        ("a counter may fall", "metrics.metric_updates:MetricUpdates.saved", "max(0.0, getattr(times, way))", "getattr(times, way)"),
     ],
     "tests/vllm/metrics/test_prometheus.py": [
         ("a batch's saving is told twice", "scheduler.monitor:Monitor.idle", "self._savings_from = math.nextafter(batch.at, math.inf)", "pass"),
-        ("a histogram's seconds are counted as switches", "metrics.updates:Updates.switched", "(switch.reason,), switch.seconds", "(switch.reason,), 1"),
+        ("a histogram's seconds are counted as switches", "metrics.metric_updates:MetricUpdates.switched", "(switch.reason,), switch.seconds", "(switch.reason,), 1"),
         ("events without outputs are lost", "scheduler.stats:send_metrics", "carrier is None and updates.has_events", "False"),
     ],
-    "tests/unit/profiling/test_profile.py": [
+    "tests/unit/profiling/test_samples.py": [
         ("a cached profile of another engine is taken", "profiling.cache:find", "profile.check(key, path)", "pass"),
     ],
     "tests/unit/cli/test_profile.py": [
@@ -53,10 +53,10 @@ MUTATIONS = mutations({
         ("essential points with drafts are forgotten", "profiling.grid:_rows", "_Row(0, (few,), k=lengths[-1:]),", ""),
         ("drafts have no room in a step", "profiling.grid:EngineLimits.allows", "point.batch * (1 + point.drafts) + point.prefill", "point.batch + point.prefill"),
     ],
-    "tests/vllm/profiling/test_stream.py": [
-        ("all drafts are counted as wrong", "profiling.stream:Stream.finished", "1 + drafts - len(sampled)", "drafts"),
-        ("no drafts are verified", "profiling.stream:Stream.next", "drafts = self._point.drafts", "drafts = 0"),
-        ("the drafter is asked for what is verified", "profiling.stream:Stream.next", "= self._point.k", "= drafts"),
+    "tests/vllm/profiling/test_synthetic_steps.py": [
+        ("all drafts are counted as wrong", "profiling.synthetic_steps:SyntheticSteps.finished", "1 + drafts - len(sampled)", "drafts"),
+        ("no drafts are verified", "profiling.synthetic_steps:SyntheticSteps.next", "drafts = self._point.drafts", "drafts = 0"),
+        ("the drafter is asked for what is verified", "profiling.synthetic_steps:SyntheticSteps.next", "= self._point.k", "= drafts"),
     ],
     "tests/vllm/profiling/test_key.py": [
         ("an engine with other attention kernels has the same key", "profiling.key:profile_key", '"attention_backends": list(resolved.attention),', ""),

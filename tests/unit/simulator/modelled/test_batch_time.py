@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from pat_vllm.advice.options import AdviseOptions
-from pat_vllm.advice.replay import Config, Task, replay_chain
+from pat_vllm.advice.advise_options import AdviseOptions
 from pat_vllm.advice.rollouts import rollouts_of
+from pat_vllm.advice.simulations import Config, Task, replay_chain
 from pat_vllm.gpus import GPUS
 from pat_vllm.known_models import MODEL_SHAPES
 from pat_vllm.layout import Layout

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pat_vllm.advice.options import AdviseOptions
+from pat_vllm.advice.advise_options import AdviseOptions
 from pat_vllm.advice.rollouts import rollouts_of
 from pat_vllm.config import PATConfig
 from pat_vllm.doctor.arithmetic import check_memory, engine_shape

@@ -12,7 +12,7 @@ from pat_vllm.known_models import MODEL_SHAPES
 from pat_vllm.layer_sizes import ExpertSizes
 from pat_vllm.layout import Layout
 from pat_vllm.model_size import ModelSize
-from pat_vllm.profiling.profile import Profile
+from pat_vllm.profiling.samples import Profile
 from pat_vllm.simulator.modelled.expert_load import ExpertLoad, busiest, hot_experts
 from pat_vllm.simulator.modelled.hardware import modelled_profile
 from pat_vllm.simulator.modelled.roofline import Machine

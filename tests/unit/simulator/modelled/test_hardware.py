@@ -15,7 +15,7 @@ from pat_vllm.layout import Layout
 from pat_vllm.memory.buffers import EngineShape
 from pat_vllm.memory.estimate import estimate
 from pat_vllm.model_size import ModelSize
-from pat_vllm.profiling.profile import Profile
+from pat_vllm.profiling.samples import Profile
 from pat_vllm.simulator.modelled.hardware import modelled_profile
 from pat_vllm.simulator.modelled.roofline import MEMORY_EFFICIENCY, SWITCH_FIXED, Machine
 

@@ -55,7 +55,7 @@ def drafts_give(iterations: Sequence[Sequence[Text]], k: int) -> DraftsGive:
         ValueError: numba, which compiles the drafter, is not installed.
     """
     try:
-        from pat_vllm.drafts.replay import Replayed, replay  # imported here: it takes a second
+        from pat_vllm.drafts.replay import DraftReplay, replay  # imported here: it takes a second
     except ImportError as error:
         raise ValueError(
             f"the texts in --lengths cannot be replayed ({error}); `pip install numba`, or name an "
@@ -75,7 +75,7 @@ def drafts_give(iterations: Sequence[Sequence[Text]], k: int) -> DraftsGive:
         with_earlier.append(replay(prompt, responses, past, k))
         repeated += len(responses) if past else 0
         tokens += sum(map(len, responses))
-    ours, theirs = Replayed.of(with_earlier), Replayed.of(own)
+    ours, theirs = DraftReplay.of(with_earlier), DraftReplay.of(own)
     count = len(ours.tokens)
     return DraftsGive(
         k,

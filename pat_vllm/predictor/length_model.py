@@ -99,7 +99,7 @@ class Prior:
         self._belief = np.repeat(np.log(each), counts) - 0.5 * (octaves / _OCTAVES) ** 2
         self._unseen = np.exp(self._belief) / np.exp(self._belief).sum()
 
-    def given(self, pool: Floats) -> Floats:
+    def posterior(self, pool: Floats) -> Floats:
         """The pseudo-responses after `pool` was seen, as a pool."""
         ends, tokens = pool
         log = self._belief + self._log_end @ ends + self._log_stay @ (tokens - ends)
@@ -206,7 +206,7 @@ class LengthModel:
         if pool[:, len(self._edges) - 1 :].any():
             self._take(EDGES)
         pool = pool[:, : len(self._edges) - 1]
-        pool = pool + self._prior.given(pool)
+        pool = pool + self._prior.posterior(pool)
         self._hazard = cumulative_hazard(pool)
         self._fresh = True
 

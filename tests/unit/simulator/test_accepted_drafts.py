@@ -13,13 +13,13 @@ from pat_vllm.layout import Layout
 from pat_vllm.predictor.adaptive import AdaptivePolicy
 from pat_vllm.predictor.policy import Policy, SchedulePolicy
 from pat_vllm.predictor.state import LiveState
-from pat_vllm.profiling.profile import Profile
+from pat_vllm.profiling.samples import Profile
 from pat_vllm.simulator import shapes
-from pat_vllm.simulator.guesses import GuessedTokens
+from pat_vllm.simulator.accepted_drafts import AcceptedDraftTokens
+from pat_vllm.simulator.ground_truth import ReplayedGroundTruth
 from pat_vllm.simulator.modelled.hardware import modelled_profile
-from pat_vllm.simulator.replay import simulate, simulate_batches
+from pat_vllm.simulator.simulate import simulate, simulate_batches
 from pat_vllm.simulator.traces import LengthTrace
-from pat_vllm.simulator.truth import ReplayedTruth
 from tests.support.clairvoyant import ClairvoyantPolicy
 from tests.unit.simulator.simple import FREE, ONE, TWO, Constant, Verifying, batch, capacity_of
 
@@ -44,7 +44,7 @@ RESPONSES = st.lists(st.lists(st.booleans(), min_size=1, max_size=30), min_size=
 @settings(max_examples=60)
 @given(RESPONSES, st.integers(0, 8))
 def test_steps_are_those_of_verification(responses: list[list[bool]], k: int) -> None:
-    guesses = GuessedTokens([len(each) for each in responses], np.concatenate(responses))
+    guesses = AcceptedDraftTokens([len(each) for each in responses], np.concatenate(responses))
     every = np.arange(len(responses))
     expected = [token_counts(each, k) for each in responses]
     assert guesses.steps_in_all(every, k).tolist() == [len(each) - 1 for each in expected]
@@ -63,7 +63,7 @@ def test_steps_are_those_of_verification(responses: list[list[bool]], k: int) ->
 def test_response_takes_the_steps_of_its_guesses(k: int, acceptance: float) -> None:
     trace = batch(101, max_tokens=101, acceptance=acceptance)
     run = simulate(trace, SchedulePolicy(TWO, (), {TWO: ((1, 512, k),)}), Constant(), FREE)
-    guesses, index = GuessedTokens.of(trace), np.zeros(1, np.int64)
+    guesses, index = AcceptedDraftTokens.of(trace), np.zeros(1, np.int64)
     # The prefill gives a token; every other step verifies.
     before = guesses.steps_made(index, np.ones(1, np.int64), k)
     assert run.tokens == 101
@@ -118,7 +118,7 @@ def long_tail(seed: int, acceptance: float) -> LengthTrace:
 @pytest.mark.parametrize("acceptance", [0.02, 0.7])
 def test_pat_learns_what_drafts_are_worth(acceptance: float) -> None:
     """Against no drafts; close to the clairvoyant, which chooses among the same lengths."""
-    truth = ReplayedTruth(PROFILE)
+    truth = ReplayedGroundTruth(PROFILE)
     batches = [long_tail(seed, acceptance) for seed in range(2)]
     seconds = {}
     for lengths in ((0,), LENGTHS):

@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from pat_vllm.predictor.policy import Policy
-from pat_vllm.profiling.profile import Profile
-from pat_vllm.simulator.engine import CHUNK, SimulatedEngine
-from pat_vllm.simulator.run import SimulatedReport
+from pat_vllm.profiling.samples import Profile
+from pat_vllm.simulator.ground_truth import GroundTruth
+from pat_vllm.simulator.simulated_engine import CHUNK, SimulatedEngine
+from pat_vllm.simulator.simulated_report import SimulatedReport
 from pat_vllm.simulator.traces import LengthTrace
-from pat_vllm.simulator.truth import Truth
 
 TRAINING = 60.0
 """Seconds between two batches."""
@@ -19,7 +19,7 @@ TRAINING = 60.0
 def simulate(
     trace: LengthTrace,
     policy: Policy,
-    truth: Truth,
+    truth: GroundTruth,
     profile: Profile,
     *,
     began: float = 0.0,
@@ -72,7 +72,7 @@ def _end_batch(engine: SimulatedEngine, policy: Policy) -> None:
 def simulate_batches(
     traces: Iterable[LengthTrace],
     policy: Policy,
-    truth: Truth,
+    truth: GroundTruth,
     profile: Profile,
 ) -> list[SimulatedReport]:
     """Replay traces one after another with the same policy, `TRAINING` seconds apart.

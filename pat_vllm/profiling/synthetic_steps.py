@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import ModelRunnerOutput
 
 
-class Stream:
+class SyntheticSteps:
     """Steps as vLLM's scheduler would send them.
 
     At a point with a draft length k, each step asks the drafter for k draft tokens of each request.

@@ -17,18 +17,18 @@ from heapq import heapify, heappop, heappush
 import numpy as np
 
 from pat_vllm.layout import Layout
-from pat_vllm.predictor.acceptance import Drafting
+from pat_vllm.predictor.acceptance import DraftYield
 from pat_vllm.predictor.policy import Policy
 from pat_vllm.predictor.state import Ints, LiveRequests, LiveState
-from pat_vllm.profiling.profile import Profile
+from pat_vllm.profiling.samples import Profile
 from pat_vllm.reporting import LiveSample, SwitchReport
 from pat_vllm.routing import Router
 from pat_vllm.simulator.carrying import carry
-from pat_vllm.simulator.replica import SimulatedReplica
-from pat_vllm.simulator.requests import SimulatedRequests
-from pat_vllm.simulator.run import SimulatedReport
+from pat_vllm.simulator.ground_truth import GroundTruth
+from pat_vllm.simulator.simulated_replica import SimulatedReplica
+from pat_vllm.simulator.simulated_report import SimulatedReport
+from pat_vllm.simulator.simulated_requests import SimulatedRequests
 from pat_vllm.simulator.traces import LengthTrace
-from pat_vllm.simulator.truth import Truth
 
 CHUNK = 32
 """Most steps that a replica is advanced at once, and after which its policy is asked again."""
@@ -50,7 +50,7 @@ class SimulatedLiveRequests(LiveRequests):
     """
 
     remaining: Ints
-    drafting: Callable[[Sequence[int]], Drafting]
+    draft_yield: Callable[[Sequence[int]], DraftYield]
 
 
 class SimulatedEngine:
@@ -63,7 +63,7 @@ class SimulatedEngine:
     def __init__(
         self,
         trace: LengthTrace,
-        truth: Truth,
+        truth: GroundTruth,
         profile: Profile,
         policy: Policy,
         began: float = 0.0,
@@ -138,7 +138,7 @@ class SimulatedEngine:
             requests.held[index],
             (requests.num_computed_tokens + new_tokens)[index],
             remaining=length - outputs,
-            drafting=lambda lengths: requests.guesses.drafting(index, outputs, lengths),
+            draft_yield=lambda lengths: requests.guesses.draft_yield(index, outputs, lengths),
         )
 
     def report(self) -> SimulatedReport:

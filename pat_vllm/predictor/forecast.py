@@ -20,7 +20,7 @@ _MOST_PARTS = 4
 
 
 @dataclass(frozen=True)
-class Course:
+class BatchForecast:
     """How a batch is expected to thin out: groups of numbers of live requests, few ones first.
 
     Attributes:
@@ -51,9 +51,9 @@ class Course:
         return self.context if self.cached is None else self.context + self.cached
 
 
-def course(
+def forecast(
     live: LiveRequests, remaining: Ints, tokens: Floats | None = None, used: int = 0
-) -> Course:
+) -> BatchForecast:
     """What sampled futures say about the number of live requests.
 
     Args:
@@ -105,7 +105,7 @@ def course(
         last = np.broadcast_to(of_each[:, :1], each.shape)
         steps_per_token = np.stack((last, each))[:, :, most - 1]
     return _cut(
-        Course(
+        BatchForecast(
             live=mean(alive),
             most=most.astype(float),
             steps=np.add.reduceat(steps.sum(axis=0), starts) / len(steps),
@@ -116,24 +116,24 @@ def course(
     )
 
 
-def _cut(course: Course) -> Course:
+def _cut(forecast: BatchForecast) -> BatchForecast:
     """The same, where groups in which contexts grow much are several, the last steps first.
 
     Responses that all end together are one group, and their KV may fit at first and not later.
     """
-    parts = np.ceil(course.steps * course.live / (_GROWTH * course.context))
+    parts = np.ceil(forecast.steps * forecast.live / (_GROWTH * forecast.context))
     parts = np.clip(parts, 1, _MOST_PARTS).astype(int)
     group = np.repeat(np.arange(len(parts)), parts)
     part = np.arange(len(group)) - np.repeat(np.cumsum(parts) - parts, parts)
-    steps = course.steps[group]
-    per_token = course.steps_per_token
+    steps = forecast.steps[group]
+    per_token = forecast.steps_per_token
     later = steps * (0.5 - (part + 0.5) / parts[group])  # than the group's middle
-    return Course(
-        live=course.live[group],
-        most=course.most[group],
+    return BatchForecast(
+        live=forecast.live[group],
+        most=forecast.most[group],
         steps=steps / parts[group],
-        context=course.context[group] + later * course.live[group],
-        longest=course.longest[group] + later,
+        context=forecast.context[group] + later * forecast.live[group],
+        longest=forecast.longest[group] + later,
         steps_per_token=None if per_token is None else per_token[:, :, group],
     )
 

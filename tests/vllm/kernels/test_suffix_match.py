@@ -90,7 +90,7 @@ def test_texts_are_not_looked_through_for_no_drafts(monkeypatch: pytest.MonkeyPa
 
 
 def main() -> None:
-    from pat_vllm.kernels import suffix
+    from pat_vllm.kernels import suffix_match
 
     draws, num_drafts = random.Random(5), 0
     for round_ in range(ROUNDS):
@@ -126,9 +126,9 @@ def main() -> None:
             num_drafts += count
             expected.append([*out[:count].tolist(), *[100 + state] * (k - count)])
         longest = max(map(len, texts))
-        scores = torch.full((requests, suffix.score_blocks(OWN, longest) + 1), -1)
+        scores = torch.full((requests, suffix_match.score_blocks(OWN, longest) + 1), -1)
         drafts = torch.full((requests, k), -1)
-        suffix.draft(
+        suffix_match.draft(
             tokens, states, lengths, torch.tensor(sampled, dtype=torch.int32), last_sampled,
             others, longest, scores, drafts, shortest,
         )  # fmt: skip

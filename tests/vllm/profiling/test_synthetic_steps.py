@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pat_vllm.profiling.grid import StepPoint
-from pat_vllm.profiling.stream import Stream
+from pat_vllm.profiling.synthetic_steps import SyntheticSteps
 from tests.unit.profiling.test_grid import LIMITS, ONE
 
 
@@ -23,7 +23,7 @@ def output_of(step: Any, accepted: list[int]) -> Any:
     return SimpleNamespace(req_ids=names, sampled_token_ids=sampled)
 
 
-def drive(stream: Stream, point: StepPoint, depth: int, accepted: list[int]) -> int:
+def drive(stream: SyntheticSteps, point: StepPoint, depth: int, accepted: list[int]) -> int:
     """Run a stream until it is full, as a runner that accepts so many; returns the steps."""
     tokens: dict[str, int] = {}
     room: dict[str, int] = {}
@@ -65,7 +65,7 @@ def test_what_is_accepted_counts_as_with_vllm(
     depth: int, k: int, hits: bool, accepted: list[int]
 ) -> None:
     point = StepPoint(ONE, 3, 20, 1, k=k, hits=hits)
-    stream = Stream(point, LIMITS, "r", False, 1000)
+    stream = SyntheticSteps(point, LIMITS, "r", False, 1000)
     steps = drive(stream, point, depth, accepted)
     assert steps >= (5 if depth == 1 else 3)
     assert stream.sizes[0] == (60, 20)
@@ -77,7 +77,7 @@ def test_what_is_accepted_counts_as_with_vllm(
 
 def test_contexts_repeat_themselves_only_where_drafts_are_found() -> None:
     def contexts(**values: Any) -> list[list[int]]:
-        step = Stream(StepPoint(ONE, 2, 40, 1, **values), LIMITS, "r", False, 1000).next()
+        step = SyntheticSteps(StepPoint(ONE, 2, 40, 1, **values), LIMITS, "r", False, 1000).next()
         prompts = [list(new.prompt_token_ids or ()) for new in step.scheduled_new_reqs]
         assert [len(prompt) for prompt in prompts] == [40, 40]
         return prompts

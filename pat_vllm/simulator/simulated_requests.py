@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from pat_vllm.predictor.state import Ints, Turn
-from pat_vllm.simulator.guesses import GuessedTokens
+from pat_vllm.simulator.accepted_drafts import AcceptedDraftTokens
 from pat_vllm.simulator.traces import LengthTrace
 
 
@@ -82,9 +82,9 @@ class SimulatedRequests:
         return following
 
     @cached_property
-    def guesses(self) -> GuessedTokens:
+    def guesses(self) -> AcceptedDraftTokens:
         """Which of their tokens a drafter guesses."""
-        return GuessedTokens.of(self._trace)
+        return AcceptedDraftTokens.of(self._trace)
 
     def decode(self, requests: Sequence[int], steps: int, k: int) -> None:
         """Requests have decoded in each of `steps` steps with draft length `k`."""
@@ -112,7 +112,7 @@ class SimulatedRequests:
         """Tokens of a request per step with draft length `k`, in the mean over their rest."""
         if not k or not requests:
             return 1.0
-        return float(self.guesses.drafting(*self.outputs_of(requests), [k]).tokens[0])
+        return float(self.guesses.draft_yield(*self.outputs_of(requests), [k]).tokens[0])
 
     def outputs_of(self, requests: Sequence[int]) -> tuple[Ints, Ints]:
         """Indices of requests and their output tokens so far, int64 [requests] each."""

@@ -17,7 +17,7 @@ from pat_vllm.files.reading import FileError, first_problem, name_of, read_json,
 from pat_vllm.files.writing import write_whole
 from pat_vllm.policy_config import StrictModel
 from pat_vllm.predictor.acceptance import Acceptance
-from pat_vllm.predictor.lengths import BINS, LengthModel
+from pat_vllm.predictor.length_model import BINS, LengthModel
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ def _exceed(counts: Sequence[float], of: Sequence[float]) -> bool:
     return len(counts) != len(of) or any(a > b for a, b in zip(counts, of, strict=True))
 
 
-class Keeper:
+class LearnedStateFile:
     """The file of an engine, if it has one."""
 
     def __init__(self, path: Path | None) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from pat_vllm.mixture import Mixture, WantedExperts
+from pat_vllm.moe_config import MoEConfig, WantedExperts
 
-QWEN3_30B_A3B = Mixture(num_experts=128, intermediate=768)
-NARROW, FEW = Mixture(8, intermediate=6), Mixture(3, intermediate=64)
+QWEN3_30B_A3B = MoEConfig(num_experts=128, intermediate=768)
+NARROW, FEW = MoEConfig(8, intermediate=6), MoEConfig(3, intermediate=64)
 
 
 @pytest.mark.parametrize(
@@ -23,11 +23,11 @@ NARROW, FEW = Mixture(8, intermediate=6), Mixture(3, intermediate=64)
         (NARROW, (1, 2, 4), "auto", "tp1dp4 tp2dp2 tp2dp2ep tp4dp1ep"),
         (FEW, (1, 2, 4), "auto", "tp1dp4 tp2dp2 tp2dp2ep tp4dp1"),
         (FEW, (1, 2), "ep", "tp1dp4 tp2dp2ep"),
-        (Mixture(4, 64), (1, 4), "ep", "tp1dp4 tp4dp1ep"),
+        (MoEConfig(4, 64), (1, 4), "ep", "tp1dp4 tp4dp1ep"),
     ],
 )
 def test_layouts(
-    mixture: Mixture, tps: tuple[int, ...], wanted: WantedExperts, expected: str
+    mixture: MoEConfig, tps: tuple[int, ...], wanted: WantedExperts, expected: str
 ) -> None:
     assert " ".join(map(str, mixture.layouts(tps, 4, wanted))) == expected
 
@@ -37,13 +37,13 @@ def test_layouts(
     [
         (NARROW, (1, 4), "tp", "width 6 cannot be cut 4 ways"),
         (FEW, (1, 4), "ep", "3 experts cannot be spread over 4 ranks"),
-        (Mixture(3, 6), (1, 4), "auto", "width 6 .*; 3 experts cannot"),
+        (MoEConfig(3, 6), (1, 4), "auto", "width 6 .*; 3 experts cannot"),
         (NARROW, (2, 4), "auto", "width 6 cannot be cut 4 ways"),
-        (Mixture(10, 64), (2, 4), "ep", "10 experts do not divide .*base_tp=2"),
+        (MoEConfig(10, 64), (2, 4), "ep", "10 experts do not divide .*base_tp=2"),
     ],
 )
 def test_what_does_not_fit_is_named(
-    mixture: Mixture, tps: tuple[int, ...], wanted: WantedExperts, reason: str
+    mixture: MoEConfig, tps: tuple[int, ...], wanted: WantedExperts, reason: str
 ) -> None:
     with pytest.raises(ValueError, match=f"tp=4 with pat.experts='{wanted}': .*{reason}"):
         mixture.layouts(tps, 4, wanted)

@@ -36,7 +36,7 @@ RequestState = Any
 """One request's state in transit; made and read by the same implementation."""
 
 
-class Handover(Protocol):
+class RequestStateTransfer(Protocol):
     """Takes request state out of a model runner and puts it into another of the same kind."""
 
     keeps_states: ClassVar[bool]
@@ -46,7 +46,7 @@ class Handover(Protocol):
         """State of those of the requests that `runner` knows, picklable."""
         ...
 
-    def give(self, runner: Any, states: Mapping[str, RequestState]) -> None:
+    def restore(self, runner: Any, states: Mapping[str, RequestState]) -> None:
         """Prepare `runner` to resume these requests. It must not know them."""
         ...
 
@@ -62,13 +62,13 @@ class Handover(Protocol):
         ...
 
 
-def handover_for(runner: ModelRunner) -> Handover:
+def state_transfer_for(runner: ModelRunner) -> RequestStateTransfer:
     """The implementation for a runner."""
-    return V2Handover() if is_v2(runner) else V1Handover()
+    return V2RequestStateTransfer() if is_v2(runner) else V1RequestStateTransfer()
 
 
 def gather_states(
-    handover: Handover,
+    state_transfer: RequestStateTransfer,
     runner: ModelRunner,
     command: SwitchCommand,
     rank: int,
@@ -83,11 +83,11 @@ def gather_states(
         rank: the global rank.
         group: all ranks, over a CPU backend.
     """
-    if not command.placement or not handover.keeps_states:
+    if not command.placement or not state_transfer.keeps_states:
         return {}
     taken: dict[str, RequestState] = {}
     if command.source.tp_rank_of(rank) == 0:
-        taken = handover.take(runner, command.placement)
+        taken = state_transfer.take(runner, command.placement)
     gathered: list[dict[str, RequestState]] = [{}] * command.source.world_size
     dist.all_gather_object(gathered, taken, group=group)
     replica = command.target.replica_of(rank)
@@ -118,7 +118,7 @@ class _V1State:
     num_prompt_logprobs: int | None
 
 
-class V1Handover:
+class V1RequestStateTransfer:
     """For `vllm.v1.worker.gpu_model_runner`: resumed requests are looked up in `requests`."""
 
     keeps_states: ClassVar[bool] = True
@@ -154,7 +154,7 @@ class V1Handover:
             )
         return states
 
-    def give(self, runner: RunnerV1, states: Mapping[str, _V1State]) -> None:
+    def restore(self, runner: RunnerV1, states: Mapping[str, _V1State]) -> None:
         for request_id, packed in states.items():
             generator = None
             if packed.generator_state is not None:
@@ -190,7 +190,7 @@ def _pack(token_ids: list[int] | None) -> np.ndarray | None:
     return None if token_ids is None else np.asarray(token_ids, dtype=np.int32)
 
 
-class V2Handover:
+class V2RequestStateTransfer:
     """For `vllm.v1.worker.gpu.model_runner`: requests resume as new ones with their tokens.
 
     No state is carried. The scheduler sends all tokens, from which the runner rebuilds penalties
@@ -205,7 +205,7 @@ class V2Handover:
     def take(self, runner: RunnerV2, request_ids: Iterable[str]) -> dict[str, None]:
         return {}
 
-    def give(self, runner: RunnerV2, states: Mapping[str, None]) -> None:
+    def restore(self, runner: RunnerV2, states: Mapping[str, None]) -> None:
         return
 
     def clear(self, runner: RunnerV2) -> None:

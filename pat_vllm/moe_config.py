@@ -13,7 +13,7 @@ WantedExperts: TypeAlias = Literal["auto", "tp", "ep", "both"]
 
 
 @dataclass(frozen=True)
-class Mixture:
+class MoEConfig:
     """What of a model's experts decides on how they can lie.
 
     Attributes:
@@ -25,7 +25,7 @@ class Mixture:
     intermediate: int
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> Mixture | None:
+    def from_config(cls, config: Mapping[str, Any]) -> MoEConfig | None:
         """From the contents of a Hugging Face `config.json`; None: the model has no experts."""
         experts = experts_of(config)
         return None if experts is None else cls(*experts)
@@ -62,7 +62,9 @@ class Mixture:
                 layouts.append(Layout.of(1, world_size))
                 continue
             hindrances = {kind: self._hindrance(kind, tp, base_tp) for kind in kinds}
-            fitting = [kind for kind, hindrance in hindrances.items() if hindrance is None]
+            fitting = [
+                kind for kind, incompatibility in hindrances.items() if incompatibility is None
+            ]
             if not fitting:
                 reasons = "; ".join(filter(None, hindrances.values()))
                 raise ValueError(

@@ -22,7 +22,7 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True)
-class Made:
+class OsResources:
     """What a worker has made that outlives it if it is killed.
 
     Attributes:
@@ -34,21 +34,21 @@ class Made:
     met_at: str
 
 
-def made_here(queue: Handle, met_at: str) -> Made:
+def os_resources_here(queue: Handle, met_at: str) -> OsResources:
     """What this worker has made: a queue, and with other ranks those of its groups."""
     groups = [group() for group in parallel_state._groups.values()]
     broadcasters = [group.mq_broadcaster for group in groups if group is not None]
-    return Made((queue, *(mq.handle for mq in broadcasters if mq is not None)), met_at)
+    return OsResources((queue, *(mq.handle for mq in broadcasters if mq is not None)), met_at)
 
 
-class Leftovers:
+class OsResourceCleanup:
     """Names of what an engine's workers have made. They are random, so no other engine has them."""
 
     def __init__(self, queues: Iterable[Handle]) -> None:
         self._queues = list(queues)
         self._rendezvous: set[Path] = set()
 
-    def add(self, workers: Iterable[Made]) -> None:
+    def add(self, workers: Iterable[OsResources]) -> None:
         """Add what each worker has made.
 
         If the ranks have met at a file, vLLM's CPU build names shared memory after it.

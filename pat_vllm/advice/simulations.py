@@ -18,14 +18,14 @@ from typing import NamedTuple
 import numpy as np
 
 from pat_vllm.advice.rollouts import Rollouts
+from pat_vllm.draft_schedule import Schedule
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.adaptive import AdaptivePolicy
 from pat_vllm.predictor.policy import SchedulePolicy
-from pat_vllm.profiling.profile import StepShape
-from pat_vllm.simulator.guesses import GuessedTokens
-from pat_vllm.simulator.replay import simulate_batches
-from pat_vllm.simulator.run import SimulatedReport
-from pat_vllm.speculation import Schedule
+from pat_vllm.profiling.samples import StepShape
+from pat_vllm.simulator.accepted_drafts import AcceptedDraftTokens
+from pat_vllm.simulator.simulate import simulate_batches
+from pat_vllm.simulator.simulated_report import SimulatedReport
 from pat_vllm.text_only import starting_with_safe_path
 
 PLAIN = "k = 0"
@@ -159,13 +159,17 @@ def draft_schedule(rollouts: Rollouts, config: Config) -> Schedule:
     prompts = np.array([tokens for batch in batches for tokens in batch.num_prompt_tokens])
     context = int((lengths * (prompts + lengths / 2)).sum() / lengths.sum())
     each = [
-        GuessedTokens.of(batch).drafting(
+        AcceptedDraftTokens.of(batch).draft_yield(
             np.arange(len(batch)), np.zeros(len(batch), np.int64), draft_lengths
         )
         for batch in batches
     ]
     tokens = dict(
-        zip(draft_lengths, np.mean([drafting.tokens for drafting in each], axis=0), strict=True)
+        zip(
+            draft_lengths,
+            np.mean([draft_yield.tokens for draft_yield in each], axis=0),
+            strict=True,
+        )
     )
 
     def best(batch: int) -> int:

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pat_vllm.predictor import kept
-from pat_vllm.predictor.lengths import EDGES, LengthModel, cumulative_hazard, pool_of
+from pat_vllm.predictor import learned_state
+from pat_vllm.predictor.length_model import EDGES, LengthModel, cumulative_hazard, pool_of
 from pat_vllm.predictor.state import LiveRequests
 from pat_vllm.simulator import shapes
 from pat_vllm.simulator.traces import LengthTrace
@@ -63,7 +63,7 @@ def test_responses_are_pooled_one_by_one_or_at_once(
 ) -> None:
     lengths, ended = (np.array(values) for values in zip(*responses, strict=True))
     pool, model = pool_of(lengths, ended), LengthModel(8192)
-    with patch("pat_vllm.predictor.lengths._AT_ONCE", at_once):
+    with patch("pat_vllm.predictor.length_model._AT_ONCE", at_once):
         for length, end in responses:
             model.finished(length, end)
             assert len(model._stopped) < at_once, "memory is bounded"
@@ -203,14 +203,14 @@ def test_calibrated_after_three_batches(batches: list[LengthTrace]) -> None:
 def test_history_survives_saving(tmp_path: Path) -> None:
     model = learnt(16384, *(shapes.grpo(16, 8, 0.5, 1.0, seed=seed) for seed in range(3)))
     path = tmp_path / "history.json"
-    kept.save(path, model)
+    learned_state.save(path, model)
     assert list(tmp_path.iterdir()) == [path]
-    loaded, _ = kept.load(path)
+    loaded, _ = learned_state.load(path)
     assert (loaded.batches, loaded.responses) == (3, 384)
     live = running([10, 2000], 16384)
     np.testing.assert_array_equal(loaded.sample(live, 16), model.sample(live, 16))
     for bound in (8, 131072):
-        other, _ = kept.load(path, bound)
+        other, _ = learned_state.load(path, bound)
         assert other.bound == bound
         np.testing.assert_allclose(survival_of(other, 1000), survival_of(model, 1000), atol=0.03)
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from pat_vllm.profiling.profile import Profile, StepShape
+from pat_vllm.profiling.samples import Profile, StepShape
+from pat_vllm.simulator.ground_truth import ReplayedGroundTruth
 from pat_vllm.simulator.modelled.hardware import measured_noise, modelled_profile
-from pat_vllm.simulator.truth import ReplayedTruth
 from tests.unit.simulator.simple import ONE, TWO
 
 
@@ -25,7 +25,7 @@ def noisy_profile(*ratios: float) -> Profile:
 
 def test_measured_steps_are_replayed() -> None:
     profile = noisy_profile(1.0)
-    truth = ReplayedTruth(profile)
+    truth = ReplayedGroundTruth(profile)
     for s in profile.steps:
         if not (s.batch and s.prefill):
             assert truth.step_seconds(s.layout, s.shape, 0) == pytest.approx(s.seconds, rel=0.01)
@@ -42,7 +42,7 @@ def test_measured_steps_are_replayed() -> None:
 
 def test_noise_is_that_of_single_steps() -> None:
     profile = noisy_profile(0.8, 1.0, 1.0, 1.3)
-    plain, noisy = ReplayedTruth(profile), ReplayedTruth(profile, profile)
+    plain, noisy = ReplayedGroundTruth(profile), ReplayedGroundTruth(profile, profile)
     shapes = [StepShape(4, 4 * n, n) for n in range(512, 2048)]
 
     def ratios(steps: int) -> Sequence[float]:
@@ -57,14 +57,14 @@ def test_noise_is_that_of_single_steps() -> None:
     assert statistics.mean(single) == pytest.approx(1.025, abs=0.01)
     assert statistics.mean(chunks) == pytest.approx(1.025, abs=0.01)
     assert statistics.stdev(chunks) == pytest.approx(statistics.stdev(single) / 32**0.5, rel=0.2)
-    other = ReplayedTruth(profile, profile, seed=1)
+    other = ReplayedGroundTruth(profile, profile, seed=1)
     assert other.step_seconds(TWO, shapes[0], 0, 7) != noisy.step_seconds(TWO, shapes[0], 0, 7)
     assert isinstance(measured_noise(), Profile), "the noise of an engine is shipped"
 
 
 def test_steps_with_drafts_are_replayed() -> None:
     profile = modelled_profile("llama-3.1-8b", "A40", 4, draft_lengths=(1, 2, 4), drafting=1e-3)
-    truth = ReplayedTruth(profile)
+    truth = ReplayedGroundTruth(profile)
     for sample in profile.steps:
         if sample.k and sample.batch:
             seconds = truth.step_seconds(sample.layout, sample.shape, 0.0)

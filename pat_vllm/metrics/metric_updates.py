@@ -24,7 +24,7 @@ class Update(NamedTuple):
     value: float
 
 
-class Updates:
+class MetricUpdates:
     """Gathers what happened since the last `take`. For one thread."""
 
     def __init__(self) -> None:
@@ -104,5 +104,5 @@ class Updates:
 
 
 def updates_of(taken: Mapping[str, Any]) -> list[Update]:
-    """Inverse of `Updates.take`."""
+    """Inverse of `MetricUpdates.take`."""
     return [Update(*fields) for fields in taken["updates"]]

@@ -19,7 +19,7 @@ from pat_vllm.reporting import (
     LiveSample,
     PredictorReport,
     Report,
-    plot,
+    report_plot,
 )
 from tests.support.command_line import invoke
 from tests.unit.reporting.samples import switch_report
@@ -86,7 +86,7 @@ def test_contents(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = dict(zip(*lines["live requests"], strict=True))
     assert counts[0.0] == 64 and counts[20.0] == 64
     # The engine is idle between batches: the batch ended, or it went home.
-    assert counts[10.25] == plot.FLOOR
+    assert counts[10.25] == report_plot.FLOOR
     assert lines["of each replica"][1][1] == 16
     assert len(above.texts) == 3, "a word at each switch but the way home"
     shown: list[Any] = above.patches[:5]

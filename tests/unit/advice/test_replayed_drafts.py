@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pat_vllm.advice.drafts import Text, acceptance_of, drafts_give
+from pat_vllm.advice.advise_options import AdviseOptions
 from pat_vllm.advice.lengths import read_rollouts
-from pat_vllm.advice.options import AdviseOptions
+from pat_vllm.advice.replayed_drafts import Text, acceptance_of, drafts_give
 from pat_vllm.advice.rollouts import rollouts_of
 from pat_vllm.drafts.replay import replay
 from tests.unit.advice.test_lengths import words

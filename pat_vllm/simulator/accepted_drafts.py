@@ -13,7 +13,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from pat_vllm.predictor.acceptance import Drafting
+from pat_vllm.predictor.acceptance import DraftYield
 from pat_vllm.predictor.state import Floats, Ints
 from pat_vllm.simulator.traces import LengthTrace
 
@@ -23,7 +23,7 @@ which the acceptance of each is drawn."""
 
 
 @dataclass(frozen=True)
-class _Chain:
+class _StepTable:
     """The steps with one draft length.
 
     Attributes:
@@ -38,7 +38,7 @@ class _Chain:
     last: Ints
 
 
-class GuessedTokens:
+class AcceptedDraftTokens:
     """The output tokens of all requests, one after another: guessed right by a drafter, or not.
 
     Tokens up to one that is not guessed, and it, are a *run*. With draft length k a step makes
@@ -61,42 +61,42 @@ class GuessedTokens:
         self._first_token = np.append(0, runs[:-1] + 1)
         self._tokens = runs + 1 - self._first_token
         self._run_of = np.append(0, missed[:-1].cumsum())
-        self._chains: dict[int, _Chain] = {}
+        self._step_tables: dict[int, _StepTable] = {}
 
     @classmethod
-    def of(cls, trace: LengthTrace) -> GuessedTokens:
+    def of(cls, trace: LengthTrace) -> AcceptedDraftTokens:
         """Those of a trace, drawn from its acceptance; the same for equal traces."""
         return _drawn(trace.lengths, trace.acceptance)
 
-    def _chain(self, k: int) -> _Chain:
-        chain = self._chains.get(k)
-        if chain is None:
+    def _step_table(self, k: int) -> _StepTable:
+        table = self._step_tables.get(k)
+        if table is None:
             steps = (self._tokens + k) // (k + 1)
             before = np.append(0, steps.cumsum())
             bounds = before[np.append(self._run_of[self._begins], len(steps))]
             of_run = np.repeat(self._first_token - before[:-1] * (k + 1), steps)
             tokens = np.append(of_run + np.arange(before[-1]) * (k + 1), self._ends[-1])
-            chain = self._chains[k] = _Chain(before[:-1], tokens, bounds[:-1], bounds[1:])
-        return chain
+            table = self._step_tables[k] = _StepTable(before[:-1], tokens, bounds[:-1], bounds[1:])
+        return table
 
     def steps_made(self, requests: Ints, outputs: Ints, k: int) -> Ints:
         """Steps in which requests make their first `outputs` tokens, fewer than all of them."""
-        chain, at = self._chain(k), self._begins[requests] + outputs
+        table, at = self._step_table(k), self._begins[requests] + outputs
         run = self._run_of[at]
-        whole: Ints = chain.before[run] + (at - self._first_token[run]) // (k + 1)
-        return whole - chain.first[requests]
+        whole: Ints = table.before[run] + (at - self._first_token[run]) // (k + 1)
+        return whole - table.first[requests]
 
     def steps_in_all(self, requests: Ints, k: int) -> Ints:
         """Steps of whole responses."""
-        chain = self._chain(k)
-        return chain.last[requests] - chain.first[requests]
+        table = self._step_table(k)
+        return table.last[requests] - table.first[requests]
 
     def outputs(self, requests: Ints, steps: Ints, k: int) -> Ints:
         """Tokens that requests have after so many of their steps."""
-        chain = self._chain(k)
+        table = self._step_table(k)
         # The tokens before the next request are those of the last step, too.
-        at = np.minimum(chain.first[requests] + steps, chain.last[requests])
-        return chain.tokens[at] - self._begins[requests]
+        at = np.minimum(table.first[requests] + steps, table.last[requests])
+        return table.tokens[at] - self._begins[requests]
 
     def accepted(self, requests: Ints, outputs: Ints, k: int) -> Ints:
         """Drafts of the next step that are accepted, of each request."""
@@ -104,14 +104,14 @@ class GuessedTokens:
         run = self._run_of[at]
         return np.minimum(self._first_token[run] + self._tokens[run] - 1 - at, k)
 
-    def drafting(self, requests: Ints, outputs: Ints, lengths: Sequence[int]) -> Drafting:
+    def draft_yield(self, requests: Ints, outputs: Ints, lengths: Sequence[int]) -> DraftYield:
         """What each draft length gives requests for the rest of their responses."""
         left = float((self._length[requests] - outputs).sum())
         steps = [
             self.steps_in_all(requests, k) - self.steps_made(requests, outputs, k) for k in lengths
         ]
         tokens: Floats = left / np.array([float(per_request.sum()) for per_request in steps])
-        return Drafting(np.array(lengths, np.int64), tokens, np.array(lengths, np.float64))
+        return DraftYield(np.array(lengths, np.int64), tokens, np.array(lengths, np.float64))
 
 
 def acceptance_of_each(random: np.random.Generator, mean: float, count: int) -> Floats:
@@ -120,10 +120,10 @@ def acceptance_of_each(random: np.random.Generator, mean: float, count: int) -> 
 
 
 @lru_cache(maxsize=4)
-def _drawn(lengths: tuple[int, ...], acceptance: float) -> GuessedTokens:
+def _drawn(lengths: tuple[int, ...], acceptance: float) -> AcceptedDraftTokens:
     random = np.random.default_rng(zlib.crc32(repr((lengths, acceptance)).encode()))
     total = sum(lengths)
     if not 0 < acceptance < 1:
-        return GuessedTokens(lengths, np.full(total, acceptance == 1))
+        return AcceptedDraftTokens(lengths, np.full(total, acceptance == 1))
     each = acceptance_of_each(random, acceptance, len(lengths))
-    return GuessedTokens(lengths, random.random(total) < np.repeat(each, lengths))
+    return AcceptedDraftTokens(lengths, random.random(total) < np.repeat(each, lengths))

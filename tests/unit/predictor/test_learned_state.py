@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pat_vllm.files.reading import FileError
-from pat_vllm.predictor import kept
+from pat_vllm.predictor import learned_state
 from pat_vllm.predictor.acceptance import Acceptance
 from pat_vllm.predictor.adaptive import AdaptivePolicy
 from pat_vllm.simulator.modelled.hardware import modelled_profile
@@ -39,8 +39,8 @@ def test_both_parts_are_kept_and_drafts_count_as_of_other_weights(
 ) -> None:
     path = tmp_path / "lengths.json"
     before = learnt(accepted)
-    kept.save(path, some_lengths(), before)
-    lengths, after = kept.load(path, draft_lengths=LENGTHS)
+    learned_state.save(path, some_lengths(), before)
+    lengths, after = learned_state.load(path, draft_lengths=LENGTHS)
     assert (lengths.batches, lengths.responses) == (1, 32)
     # In the direction of what was seen, and less sure of it.
     low, high = sorted((tokens_of(before), tokens_of(Acceptance(LENGTHS))))
@@ -53,12 +53,12 @@ def test_both_parts_are_kept_and_drafts_count_as_of_other_weights(
 
 def test_engines_without_drafts(tmp_path: Path) -> None:
     path = tmp_path / "lengths.json"
-    kept.save(path, some_lengths())
-    lengths, acceptance = kept.load(path, draft_lengths=LENGTHS)
+    learned_state.save(path, some_lengths())
+    lengths, acceptance = learned_state.load(path, draft_lengths=LENGTHS)
     assert lengths.responses == 32
     assert tokens_of(acceptance) == tokens_of(Acceptance(LENGTHS))
-    kept.save(path, lengths, learnt(4))
-    assert tokens_of(kept.load(path)[1]) == 1.0
+    learned_state.save(path, lengths, learnt(4))
+    assert tokens_of(learned_state.load(path)[1]) == 1.0
 
 
 def test_a_policy_keeps_and_reads_it(tmp_path: Path) -> None:
@@ -91,9 +91,9 @@ def drafts(tried: Any, succeeded: Any, format: int = 1) -> dict[str, Any]:
 )
 def test_what_no_engine_has_learnt_is_refused(wrong: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "lengths.json"
-    kept.save(path, some_lengths(), learnt(4))
+    learned_state.save(path, some_lengths(), learnt(4))
     content = json.loads(path.read_text()) | wrong
     del content["digest"]
-    path.write_text(json.dumps({"digest": kept._digest(content), **content}))
+    path.write_text(json.dumps({"digest": learned_state._digest(content), **content}))
     with pytest.raises(FileError, match="holds no length history"):
-        kept.load(path)
+        learned_state.load(path)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pat_vllm.advice.replay import Gain
+from pat_vllm.advice.simulations import Gain
 from pat_vllm.advice.verdict import Advice
 
 PARTS = (

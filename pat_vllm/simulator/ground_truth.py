@@ -12,7 +12,7 @@ import numpy as np
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.cost import CostModel, Number
 from pat_vllm.predictor.state import Floats
-from pat_vllm.profiling.profile import Profile, StepSample, StepShape
+from pat_vllm.profiling.samples import Profile, StepSample, StepShape
 
 _GRAIN = math.log(2) / 16
 """Distance of the contexts, as logarithms, between which step times are linear."""
@@ -21,7 +21,7 @@ _STREAM = 4096
 """Draws that are made once; a chunk takes some that follow each other."""
 
 
-class Truth(Protocol):
+class GroundTruth(Protocol):
     """Durations. They depend on the arguments only, so that a replay repeats them."""
 
     def step_seconds(self, layout: Layout, shape: StepShape, now: float, steps: int = 1) -> float:
@@ -39,7 +39,7 @@ class Truth(Protocol):
         ...
 
 
-class ReplayedTruth:
+class ReplayedGroundTruth:
     """An engine whose steps are those that a profile measured, with their noise.
 
     No model that a policy fits is part of a step. The logarithm of the samples' seconds is

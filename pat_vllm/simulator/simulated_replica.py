@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from pat_vllm.predictor.state import Ints
-from pat_vllm.profiling.profile import Profile, StepShape
+from pat_vllm.profiling.samples import Profile, StepShape
 from pat_vllm.simulator.free_memory import FreeMemory
-from pat_vllm.simulator.requests import SimulatedRequests
+from pat_vllm.simulator.simulated_requests import SimulatedRequests
 
 _ROUNDING = 1e-6
 """Part of a step that is rounding error when times are compared."""

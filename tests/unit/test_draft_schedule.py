@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pat_vllm.speculation import draft_lengths
+from pat_vllm.draft_schedule import draft_lengths
 
 
 @settings(max_examples=60)

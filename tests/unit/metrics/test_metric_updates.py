@@ -11,8 +11,8 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from pat_vllm.layout import Layout
 from pat_vllm.metrics import names
+from pat_vllm.metrics.metric_updates import MetricUpdates, Update, updates_of
 from pat_vllm.metrics.names import METRICS, STALL_BUCKETS, known_series
-from pat_vllm.metrics.updates import Update, Updates, updates_of
 from pat_vllm.reporting import BatchSavings, BatchTimes, DraftCounts
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -28,7 +28,7 @@ def exported(metric: str) -> list[str]:
     return [metric + suffix for suffix in SUFFIXES[METRICS[metric][0]]]
 
 
-def taken(updates: Updates) -> list[Update]:
+def taken(updates: MetricUpdates) -> list[Update]:
     """What is taken, after it has travelled as vLLM's statistics do."""
     data = updates.take()
     if data is None:
@@ -45,7 +45,7 @@ def values_of(sent: list[Update], metric: str) -> dict[tuple[str, ...], float]:
 
 
 def test_drafts_of_repeated_prompts_add_up_and_wait_for_the_next_statistics() -> None:
-    updates = Updates()
+    updates = MetricUpdates()
     for counts in (DraftCounts(8, 3, 4, 2), DraftCounts(4, 1), DraftCounts(6, 5, 6, 5)):
         updates.drafted(0, 4, counts)
     assert not updates.has_events
@@ -56,7 +56,7 @@ def test_drafts_of_repeated_prompts_add_up_and_wait_for_the_next_statistics() ->
 
 
 def test_gauges_travel_when_they_change() -> None:
-    updates = Updates()
+    updates = MetricUpdates()
     assert updates.take() is None
     updates.state(LAYOUTS[0], [3, 2, 0, 1])
     sent = taken(updates)
@@ -82,7 +82,7 @@ def test_gauges_travel_when_they_change() -> None:
 
 
 def test_a_counter_never_falls() -> None:
-    updates = Updates()
+    updates = MetricUpdates()
     predicted, realised = BatchTimes(-1e-9, 2.0, 1.0), BatchTimes(4.0, 3.0, float("nan"))
     updates.saved(BatchSavings(1.0, LAYOUTS[0], predicted, realised))
     assert updates.has_events
