@@ -305,15 +305,15 @@ def mixture_of(vllm_config: Any) -> MoEConfig | None:
     return None if config is None else MoEConfig.from_config(config.to_dict())
 
 
-def home_layout(vllm_config: Any) -> Layout:
+def default_layout(vllm_config: Any) -> Layout:
     """The layout in which the engine starts."""
     layouts = layouts_of(vllm_config)
     policy = pat_config(vllm_config).policy
     if not isinstance(policy, StaticPolicyConfig) or policy.tp is None:
         return layouts[0]
-    home = Layout.find(policy.tp, layouts)
-    assert home is not None, "resolve_layouts has checked it"
-    return home
+    layout = Layout.find(policy.tp, layouts)
+    assert layout is not None, "resolve_layouts has checked it"
+    return layout
 
 
 def tp_of(name: LayoutName) -> int:

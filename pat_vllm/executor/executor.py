@@ -17,7 +17,7 @@ import vllm.envs as envs
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from pat_vllm import rpc
-from pat_vllm.config import home_layout, layouts_of, pat_config
+from pat_vllm.config import default_layout, layouts_of, pat_config
 from pat_vllm.executor.lanes import DRAFT_ROWS, EXECUTE, SAMPLE, Lanes, Network
 from pat_vllm.executor.messages import (
     PATGrammarOutput,
@@ -117,7 +117,7 @@ class PATExecutorMixin(OwnRepliesMixin):
     def _post_init_executor(self) -> None:
         super()._post_init_executor()
         config = self.vllm_config
-        self.layout: Layout = home_layout(config)
+        self.layout: Layout = default_layout(config)
         self._lanes: Lanes | None = None
         self._leftovers = OsResourceCleanup(mq.handle for mq in self.response_mqs)
         self._in_lanes = False

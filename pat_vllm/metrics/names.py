@@ -55,7 +55,7 @@ METRICS: Mapping[str, tuple[type[Gauge | Counter | Histogram], str, tuple[str, .
     SWITCHES: (
         Counter,
         "Number of switches from one layout to another. "
-        "Reason labels: 'policy'; 'forced' = a user asked for it; 'idle' = the engine went home.",
+        "Reason labels: 'policy'; 'forced' = a user asked for it; 'idle' = back to the default one.",
         ("source", "target", "reason"),
     ),
     STALL: (

@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from pat_vllm.config import home_layout, layouts_of
+from pat_vllm.config import default_layout, layouts_of
 from pat_vllm.metrics.metric_updates import MetricUpdates, updates_of
 from pat_vllm.metrics.names import METRICS, STALL_BUCKETS, known_series
 
@@ -55,8 +55,8 @@ class PATMetrics(KVConnectorPromMetrics):
             for name, (kind, documentation, labels) in METRICS.items()
         }
         self._series: dict[tuple[int, str, tuple[str, ...]], Any] = {}
-        home, idle = home_layout(vllm_config), MetricUpdates()
-        idle.state(home, (0,) * home.replicas)
+        layout, idle = default_layout(vllm_config), MetricUpdates()
+        idle.state(layout, (0,) * layout.replicas)
         first = idle.take()
         assert first is not None
         for engine_idx in per_engine_labelvalues:

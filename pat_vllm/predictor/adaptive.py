@@ -83,7 +83,7 @@ class AdaptivePolicy(Policy):
                 reproducible runs passes one that stands still.
         """
         layouts = profile.layouts
-        self.home = layouts[0]
+        self.default_layout = layouts[0]
         self._steps = StepTimeModel.fit(profile)
         self._state_file = LearnedStateFile(lengths_file)
         self._lengths, acceptance = self._state_file.load(bound, draft_lengths)
@@ -109,7 +109,7 @@ class AdaptivePolicy(Policy):
         self._last_step = 0.0
         self._timer = timer
 
-        self._layout = self.home
+        self._layout = self.default_layout
         self._largest: LiveRequests | None = None
         self._planned: tuple[Layout, int, tuple[int, int, int]] | None = None
         self._last_plan = self._review = -math.inf
@@ -343,7 +343,8 @@ class AdaptivePolicy(Policy):
         return self._planner.layout_costs(ahead, prompts=prompts, draft_yield=draft_yield)
 
     def _open(self, last: LiveRequests) -> None:
-        """Be ready for a batch of as many requests as `last`: an idle engine switches to `home`.
+        """Be ready for a batch of as many requests as `last`: an idle engine switches to
+        `default_layout`.
 
         The last plan's drafts were for a batch's tail. As many of each request in a full batch may
         take the time of many steps.
@@ -362,7 +363,7 @@ class AdaptivePolicy(Policy):
         for layout, total in plan.switch_now.items():
             idle = self._costs.seconds(here, layout, 0.0, 0.0)
             seconds[layout] = total - plan.cost[layout] + idle
-        self.home = min(seconds, key=seconds.__getitem__)
+        self.default_layout = min(seconds, key=seconds.__getitem__)
         if self._acceptance is not None:
             self.drafts = plan.layout_costs.drafts
 

@@ -26,7 +26,7 @@ class Policy:
     Times are seconds on one monotonic clock, which a simulator may make up.
     """
 
-    home: Layout
+    default_layout: Layout
     """The layout in which an idle engine waits for its next requests. `idle` may change it."""
     learns: ClassVar[bool] = False
     """Whether `stepped` and `drafted` are of use."""
@@ -107,9 +107,9 @@ class Policy:
 
 @dataclass(frozen=True)
 class StayPolicy(Policy):
-    """Changes layout only on request, and goes home when idle."""
+    """Changes layout only on request, and returns to its default when idle."""
 
-    home: Layout
+    default_layout: Layout
 
     def choose(self, state: LiveState) -> Layout:
         return state.layout
@@ -120,10 +120,10 @@ class SchedulePolicy(Policy):
     """A fixed table from live requests to layouts.
 
     `table` lists (K, layout) in ascending K: with at most K live requests be in that layout;
-    with more than the last K be at home.
+    with more than the last K be in the default one.
     """
 
-    home: Layout
+    default_layout: Layout
     table: tuple[tuple[int, Layout], ...]
     drafts: Mapping[Layout, Schedule] = field(default_factory=dict)
 
@@ -133,4 +133,4 @@ class SchedulePolicy(Policy):
         for limit, layout in self.table:
             if state.num_seqs <= limit:
                 return layout
-        return self.home
+        return self.default_layout

@@ -50,7 +50,8 @@ class SwitchReport:
 
     Attributes:
         at: when the switch began.
-        reason: who asked for it: "policy", "forced" (the user) or "idle" (the engine went home).
+        reason: who asked for it: "policy", "forced" (the user) or "idle" (back to the default
+            layout).
         num_seqs: unfinished requests at that moment. Of these, `migrated` took their KV along,
             `recomputed` prefill again, and the rest had not been computed yet.
         kv_bytes: bytes of KV that were moved, over all ranks.

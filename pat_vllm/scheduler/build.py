@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pat_vllm.config import chosen, home_layout, layouts_of, pat_config
+from pat_vllm.config import chosen, default_layout, layouts_of, pat_config
 from pat_vllm.drafts.history_file import HistoryFile
 from pat_vllm.executor.executor import executor_of
 from pat_vllm.limits import limits_by_tp
@@ -74,7 +74,7 @@ def build(
         metrics=MetricUpdates() if log_stats else None,
     )
     replica_set = ReplicaSet(
-        home_layout(vllm_config),
+        default_layout(vllm_config),
         factory=factory,
         executor=executor,
         monitor=monitor,

@@ -1,4 +1,4 @@
-"""Decides when the engine changes its layout: on request, by policy, and home when it is idle."""
+"""Decides when the engine changes its layout: on request, by policy, and back when it is idle."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class LayoutController:
     """Keeps the engine in the layout that is asked for: by a user, or else by the policy.
 
     A batch is over when no request is left and none is expected to be continued, or when caches
-    are reset or weights change while no request is left. Then the engine goes home. A layout that
-    a user asked for holds until then.
+    are reset or weights change while no request is left. Then the engine returns to the policy's
+    default layout. A layout that a user asked for holds until then.
 
     Attributes:
         costs: what switches take.
@@ -67,7 +67,7 @@ class LayoutController:
         self._forced = False
         self._batch_open = False
         self._caches_were_reset = False
-        self._goes_home = False
+        self._returns = False
         self._back_off_until = 0.0
         self._weights_version = active.executor.weights_version
         self._engine_thread: int | None = None
@@ -90,9 +90,9 @@ class LayoutController:
         steps while nothing comes, so a batch may still have to be ended.
         """
         self._engine_thread = threading.get_ident()
-        if self._batch_open or self._goes_home:
+        if self._batch_open or self._returns:
             self.finish_work()
-        self._batch_open, self._caches_were_reset, self._goes_home = True, False, False
+        self._batch_open, self._caches_were_reset, self._returns = True, False, False
         version = self._active.executor.weights_version
         if version != self._weights_version:
             self._weights_version = version
@@ -114,7 +114,7 @@ class LayoutController:
             self.finish_work()
 
     def end_batch_if_over(self) -> None:
-        """Return to the policy's home layout if the batch is over.
+        """Return to the policy's default layout if the batch is over.
 
         Where the weights are not there, in sleep or amid an update, as soon as they are.
         """
@@ -125,10 +125,10 @@ class LayoutController:
             self._forced = False
             self.drafts.release()
             self._monitor.idle()
-            self._goes_home = True
-        if self._goes_home and self._active.executor.refresh_weights():
-            self._goes_home = False
-            self._switch(self._monitor.policy.home, "idle")
+            self._returns = True
+        if self._returns and self._active.executor.refresh_weights():
+            self._returns = False
+            self._switch(self._monitor.policy.default_layout, "idle")
 
     def _is_over(self) -> bool:
         version = self._active.executor.weights_version
@@ -217,7 +217,7 @@ class LayoutController:
                 raise
 
     def _force(self, target: Layout) -> bool:
-        # A batch that is over ends first: its end would take the engine home again.
+        # A batch that is over ends first: its end would take the engine back again.
         self.finish_work()
         return self._switch(target, "forced")
 
@@ -226,7 +226,7 @@ class LayoutController:
     def report(self, since: float = -math.inf) -> Report:
         """State and history of the engine. May be called from every thread.
 
-        On the engine's thread it first ends a batch that is over, with a switch home.
+        On the engine's thread it first ends a batch that is over, with a switch back.
 
         Args:
             since: seconds on the monotonic clock; earlier records are left out.
@@ -247,7 +247,7 @@ class LayoutController:
         active = self._active
         if target == active.layout:
             if reason == "forced":
-                self._forced, self._goes_home = True, False
+                self._forced, self._returns = True, False
             return True
         try:
             replicas, report = switch(
@@ -273,7 +273,7 @@ class LayoutController:
             active.executor.fail(error)
             raise
         self.switch_id += 1
-        self._forced, self._goes_home = reason == "forced", False
+        self._forced, self._returns = reason == "forced", False
         active.replace(target, replicas)
         self.costs.observe(report)
         self._monitor.switched(report, replicas)

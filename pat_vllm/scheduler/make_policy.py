@@ -46,16 +46,16 @@ def make_policy(
 
     match config.policy:
         case StaticPolicyConfig(tp=tp):
-            return StayPolicy(home=layouts[0] if tp is None else named(tp))
+            return StayPolicy(default_layout=layouts[0] if tp is None else named(tp))
         case SchedulePolicyConfig(switch_at=switch_at, num_speculative_tokens=drafts):
             return SchedulePolicy(
-                home=layouts[0],
+                default_layout=layouts[0],
                 table=tuple((live, named(name)) for live, name in sorted(switch_at.items())),
                 drafts={named(name): ((1, 1, length),) for name, length in drafts.items()},
             )
         case PredictorPolicyConfig() as options:
             if len(layouts) == 1 and len(draft_lengths) == 1:
-                return StayPolicy(home=layouts[0])
+                return StayPolicy(default_layout=layouts[0])
             # Its models are imported by the engines that use them.
             from pat_vllm.predictor.adaptive import AdaptivePolicy
 

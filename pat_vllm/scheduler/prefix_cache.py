@@ -93,7 +93,7 @@ def carry_cached(
     wanted: Iterable[PlacedChain],
     held: Sequence[Sequence[set[bytes]]],
     replicas: Sequence[Replica],
-    fresh: Sequence[Replica],
+    new_replicas: Sequence[Replica],
 ) -> list[RequestBlocks]:
     """Fill blocks of new replicas that no request uses with what other replicas have cached.
 
@@ -101,18 +101,19 @@ def carry_cached(
         wanted: chains, the most wanted one first.
         held: hashes of the blocks that come to each new replica with its requests, by group.
         replicas: those that are left.
-        fresh: the new ones.
+        new_replicas: the new ones.
 
     Returns:
         Where the KV of these blocks lies, and where it goes.
     """
     room = [
-        replica.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() for replica in fresh
+        replica.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        for replica in new_replicas
     ]
     filled = fill(
         wanted,
         lambda index, hashes, group: find(replicas[index], hashes, group),
-        fresh[0].kinds,
+        new_replicas[0].kinds,
         held,
         room,
     )
@@ -125,7 +126,7 @@ def carry_cached(
             tuple(ids),
             run.group,
         )
-        for replica, runs in zip(fresh, filled, strict=True)
+        for replica, runs in zip(new_replicas, filled, strict=True)
         for run, ids in zip(runs, _take_up(replica, runs), strict=True)
     ]
 

@@ -160,7 +160,7 @@ def _plan(
         PlanningFailed: all is as it was before.
     """
     undo: list[_Undo] = []
-    fresh: list[Replica] = []
+    new_replicas: list[Replica] = []
     try:
         carried = _carried(active, target, costs)
         undo = [_Undo.of(c.request) for c in carried]
@@ -171,16 +171,16 @@ def _plan(
         ):
             plan = StayInPlace.of(carried, active)
         else:
-            fresh = active.make(target)
+            new_replicas = active.make(target)
             # What ended requests have cached comes along if it is likely to be used again.
             caches_pay = active.chains.chance >= costs.least_chance(active.layout, target)
             chains = active.chains.latest() if caches_pay and active.may_carry_caches else None
-            plan = Carry.of(carried, chains, active, target, fresh)
+            plan = Carry.of(carried, chains, active, target, new_replicas)
         return plan, plan.command(switch_id, active.layout, target)
     except Exception as error:
         for saved in undo:
             saved.apply()
-        active.factory.discard(fresh)
+        active.factory.discard(new_replicas)
         raise PlanningFailed(f"{type(error).__name__}: {error}") from error
 
 

@@ -122,9 +122,9 @@ class Carry(SwitchPlan):
         chains: Sequence[Chain] | None,
         active: ReplicaSet,
         target: Layout,
-        fresh: list[Replica],
+        new_replicas: list[Replica],
     ) -> Carry:
-        """Place the requests in the `fresh` replicas of `target`, which allocate their blocks.
+        """Place the requests in the `new_replicas`, of layout `target`, which allocate their blocks.
 
         Changes requests that take their KV along. The blocks that these leave free get cached KV:
         first what is cached for requests that wait. Then, unless `chains` is None, what later
@@ -140,16 +140,16 @@ class Carry(SwitchPlan):
             source,
             target,
         )
-        loads = [_allocate(carried, placement, replica) for replica in fresh]
-        cached = _carry_caches(carried, chains, active, target, fresh, placement, loads)
+        loads = [_allocate(carried, placement, replica) for replica in new_replicas]
+        cached = _carry_caches(carried, chains, active, target, new_replicas, placement, loads)
         blocks = [*_request_blocks(carried, active.replicas, loads), *cached]
         kinds = active.factory.kinds
         moves = plan_moves(source, target, kinds, blocks)
         # Groups keep different numbers of blocks: tokens are counted in the one that keeps most.
         group = densest(kinds)
         cached_blocks = sum(len(moved.target_blocks) for moved in cached if moved.group == group)
-        cached_tokens = cached_blocks * fresh[0].scheduler.block_size
-        return cls(carried, fresh, placement, tuple(moves), cached_tokens, loads)
+        cached_tokens = cached_blocks * new_replicas[0].scheduler.block_size
+        return cls(carried, new_replicas, placement, tuple(moves), cached_tokens, loads)
 
     def hand_over(self) -> int:
         """See `SwitchPlan`. The new schedulers learn what has arrived, and queue the rest."""
@@ -227,7 +227,7 @@ def _carry_caches(
     chains: Sequence[Chain] | None,
     active: ReplicaSet,
     target: Layout,
-    fresh: Sequence[Replica],
+    new_replicas: Sequence[Replica],
     placement: Mapping[str, int],
     loads: Sequence[_Admission],
 ) -> list[RequestBlocks]:
@@ -250,15 +250,15 @@ def _carry_caches(
         wanted += place_chains(chains, active.replicas, active.layout, target)
     if not wanted:
         return []
-    held: list[list[set[bytes]]] = [[set() for _ in replica.kinds] for replica in fresh]
+    held: list[list[set[bytes]]] = [[set() for _ in replica.kinds] for replica in new_replicas]
     for c in carried:
         if c.request.request_id in loaded:
             index = placement[c.request.request_id]
-            full = c.computed // fresh[index].scheduler.block_size
-            for kind, hashes in zip(fresh[index].kinds, held[index], strict=True):
+            full = c.computed // new_replicas[index].scheduler.block_size
+            for kind, hashes in zip(new_replicas[index].kinds, held[index], strict=True):
                 first = kind.held(c.computed).start
                 hashes.update(c.request.block_hashes[first:full])
-    return carry_cached(wanted, held, active.replicas, fresh)
+    return carry_cached(wanted, held, active.replicas, new_replicas)
 
 
 def _found_with_more(carried: CarriedRequest, kinds: Kinds) -> Chain:

@@ -42,7 +42,7 @@ class CarryResult:
 def carry(
     requests: SimulatedRequests,
     replicas: Sequence[SimulatedReplica],
-    fresh: Sequence[SimulatedReplica],
+    new_replicas: Sequence[SimulatedReplica],
     source: Layout,
     target: Layout,
 ) -> CarryResult:
@@ -50,7 +50,7 @@ def carry(
 
     Args:
         replicas: of layout `source`.
-        fresh: of layout `target`.
+        new_replicas: of layout `target`.
     """
     computed = requests.num_computed_tokens.tolist()
     live = [
@@ -61,11 +61,11 @@ def carry(
     live.sort(key=lambda entry: entry[0])  # those without KV queue behind
     held = {i: (replica, requests.num_tokens(i)) for _, i, replica in live}
     placement = _spread(held, source, target)
-    room = [replica.room for replica in fresh]
+    room = [replica.room for replica in new_replicas]
     full: set[int] = set()
     migrated = tokens = recomputed = 0
     for waits, request, _ in live:
-        replica = fresh[placement[request]]
+        replica = new_replicas[placement[request]]
         replica.waiting.append(request)
         if waits:
             continue
@@ -80,7 +80,7 @@ def carry(
             recomputed += 1
     cached = 0
     if requests.has_turns:
-        cached = _carry_contexts(requests, replicas, fresh, source, target, placement, room)
+        cached = _carry_contexts(requests, replicas, new_replicas, source, target, placement, room)
     if source.shares_kv(target):
         cached = 0  # where it was
     return CarryResult(len(live), migrated, recomputed, tokens, cached)
@@ -110,7 +110,7 @@ class _Context(NamedTuple):
 def _carry_contexts(
     requests: SimulatedRequests,
     replicas: Sequence[SimulatedReplica],
-    fresh: Sequence[SimulatedReplica],
+    new_replicas: Sequence[SimulatedReplica],
     source: Layout,
     target: Layout,
     placement: Mapping[int, int],
@@ -121,7 +121,7 @@ def _carry_contexts(
     Those come first for which a request waits, then the most recently used ones.
 
     Args:
-        placement: replica of `fresh` for each live request.
+        placement: replica of `new_replicas` for each live request.
         room: tokens for which each new replica has memory beside its live requests; less what is
             carried, in the end.
 
@@ -147,13 +147,13 @@ def _carry_contexts(
         if context.waits is None
     }
     spread_out = _spread(idle, source, target)
-    taken: list[list[tuple[int, int]]] = [[] for _ in fresh]
+    taken: list[list[tuple[int, int]]] = [[] for _ in new_replicas]
     for i, context in enumerate(left):
         at = spread_out[i] if context.waits is None else placement[context.waits]
         if (tokens := min(context.tokens, room[at])) > 0:
             room[at] -= tokens
             taken[at].append((context.owner, tokens))
-    for replica, contexts in zip(fresh, taken, strict=True):
+    for replica, contexts in zip(new_replicas, taken, strict=True):
         for owner, tokens in reversed(contexts):
             replica.free.overwrite(tokens)
             replica.free.free(tokens, owner)

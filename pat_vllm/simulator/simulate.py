@@ -65,8 +65,8 @@ def simulate(
 def _end_batch(engine: SimulatedEngine, policy: Policy) -> None:
     """No request is left, and none is expected."""
     policy.idle(engine.now)
-    if policy.home != engine.layout:
-        engine.switch(policy.home, "idle")
+    if policy.default_layout != engine.layout:
+        engine.switch(policy.default_layout, "idle")
 
 
 def simulate_batches(

@@ -71,7 +71,7 @@ class SimulatedEngine:
     ) -> None:
         """An idle engine in the policy's layout; see `simulate`."""
         self.now = began
-        self.layout = policy.home
+        self.layout = policy.default_layout
         self.num_seqs = 0
         self._began = began
         self._truth, self._profile, self._chunk, self._policy = truth, profile, chunk, policy

@@ -14,7 +14,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.worker.worker_base import CompilationTimes
 
-from pat_vllm.config import home_layout, layouts_of, pat_config
+from pat_vllm.config import default_layout, layouts_of, pat_config
 from pat_vllm.drafts.shelf import RowUpdate, Shelf
 from pat_vllm.executor.lanes import LaneHandles, WorkerLanes
 from pat_vllm.executor.messages import (
@@ -107,7 +107,7 @@ class PATWorkerMixin(WeightUpdatesMixin, _Base):
                 for layout in {layout.tp: layout for layout in layouts}.values()
             }
         self._seed = engine_config.model_config.seed
-        self._home = home_layout(engine_config)
+        self._default_layout = default_layout(engine_config)
         self._migrates = pat_config(engine_config).kv_transfer != "recompute"
         self._buffer = SharedKVBuffer()
         self._shelf = Shelf()
@@ -216,8 +216,8 @@ class PATWorkerMixin(WeightUpdatesMixin, _Base):
         self._synchronize_device()
         bandwidth = self._exchange.measure(_PROBE_BYTES)
         self._rates = TransferRates(bandwidth, prefill_rate)
-        home = self._runtimes[self._home]
-        self._enter_for_a_call(home)  # the first may be an update
+        runtime = self._runtimes[self._default_layout]
+        self._enter_for_a_call(runtime)  # the first may be an update
         self.pat_reseed(0)
         return CompilationTimes(language_model=language_model, encoder=encoder)
 

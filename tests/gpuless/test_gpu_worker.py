@@ -73,7 +73,7 @@ def allowed_by(worker: Any) -> int:
 def test_what_an_engine_does_fits(device: DeviceMemory, engine: Engine) -> None:
     """Steps and switches of every layout fit in what the user allows, and KV gets the rest."""
     worker = engine.worker
-    assert worker._active.layout == worker._home == LAYOUTS[0]
+    assert worker._active.layout == worker._default_layout == LAYOUTS[0]
     assert parallel_state._TP is worker._active.group
     allowed = allowed_by(worker)
     assert device.most_used <= allowed

@@ -65,7 +65,7 @@ class ClairvoyantPolicy(Policy):
             kv_tokens=profile.kv_tokens,
         )
         self._homes = cycle([self._home(batch) for batch in batches])
-        self.home = next(self._homes)
+        self.default_layout = next(self._homes)
         self._planned: tuple[Layout, int] | None = None
 
     def choose(self, state: LiveState) -> Layout:
@@ -87,7 +87,7 @@ class ClairvoyantPolicy(Policy):
         return plan.best
 
     def idle(self, now: float) -> None:
-        self.home = next(self._homes)
+        self.default_layout = next(self._homes)
         self._planned = None
 
     def _home(self, batch: LengthTrace) -> Layout:

@@ -20,7 +20,7 @@ class FollowSchedule(Policy):
     """Follows a given schedule, batch after batch."""
 
     def __init__(self, schedule: LayoutSchedule) -> None:
-        self.home = schedule.start
+        self.default_layout = schedule.start
         self._schedule = schedule
         self._ended = 0
 

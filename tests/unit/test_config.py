@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pat_vllm.config import PATConfig, home_layout, with_own_files
+from pat_vllm.config import PATConfig, default_layout, with_own_files
 from pat_vllm.layout import Layout
 from pat_vllm.moe_config import MoEConfig
 from pat_vllm.predictor.cost import CostModel
@@ -178,7 +178,7 @@ def test_an_engine_starts_in_its_base_layout_or_where_it_stays() -> None:
             parallel_config=SimpleNamespace(tensor_parallel_size=4),
             model_config=None,
         )
-        return str(home_layout(config))
+        return str(default_layout(config))
 
     assert home({}) == home(schedule(switch_at={4: 4})) == "tp1dp4"
     assert (
@@ -208,7 +208,7 @@ def policy_of(options: dict[str, Any], mixture: MoEConfig | None = None) -> Any:
 
 def test_schedule_policy_follows_its_table_both_ways() -> None:
     policy = policy_of(schedule(switch_at={"8": 2, "2": 4}))
-    assert str(policy.home) == "tp1dp4"
+    assert str(policy.default_layout) == "tp1dp4"
     chosen = [policy.choose(state(1, live)).tp for live in (100, 9, 8, 3, 2, 1)]
     assert chosen == [1, 1, 2, 2, 4, 4]
     assert policy.choose(state(4, 50)).tp == 1
@@ -233,10 +233,10 @@ def test_schedule_policy_waits_for_the_batch_to_be_complete() -> None:
 
 def test_static_policy_stays_at_its_layout() -> None:
     policy = policy_of(static(2))
-    assert policy.home.tp == 2
+    assert policy.default_layout.tp == 2
     assert policy.choose(state(2, 1)).tp == 2
     assert policy.choose(state(4, 1)).tp == 4, "a forced switch holds until the engine is idle"
-    assert str(policy_of(static("tp2dp2ep"), MIXTURE).home) == "tp2dp2ep"
+    assert str(policy_of(static("tp2dp2ep"), MIXTURE).default_layout) == "tp2dp2ep"
 
 
 def test_each_of_several_engines_keeps_files_of_its_own() -> None:

@@ -27,7 +27,7 @@ class Driven:
         )
         self.policy = AdaptivePolicy(profile, bound=BOUND, draft_lengths=lengths, timer=lambda: 0.0)
         self.requests, self.now = requests, 0.0
-        self.layout: Layout = self.policy.home
+        self.layout: Layout = self.policy.default_layout
         for request in range(requests):
             self.policy.arrived(0.0, Turn(request, 0, 0), 100)
 

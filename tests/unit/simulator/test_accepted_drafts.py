@@ -73,7 +73,7 @@ def test_response_takes_the_steps_of_its_guesses(k: int, acceptance: float) -> N
 class Changing(Policy):
     """Switches and changes its draft lengths all the time."""
 
-    home = ONE
+    default_layout = ONE
 
     def __init__(self) -> None:
         self._asked = 0

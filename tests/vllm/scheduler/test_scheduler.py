@@ -61,8 +61,8 @@ def refusals(scheduler: Any) -> int:
 class Restless(Policy):
     """Asks for a layout that the engine is not in, and fails when it gets it."""
 
-    def __init__(self, home: Layout, wanted: Layout) -> None:
-        self.home = home
+    def __init__(self, default: Layout, wanted: Layout) -> None:
+        self.default_layout = default
         self.wanted = wanted
 
     def choose(self, state: Any) -> Layout:
@@ -73,8 +73,8 @@ class Restless(Policy):
 
 
 def make_restless(scheduler: Any) -> Layout:
-    home, _, wanted, *_ = scheduler.controller.layouts
-    scheduler.monitor.policy = Restless(home, wanted)
+    default, _, wanted, *_ = scheduler.controller.layouts
+    scheduler.monitor.policy = Restless(default, wanted)
     return wanted
 
 
@@ -365,16 +365,16 @@ def test_a_users_layout_holds_until_the_work_is_over(
 ) -> None:
     """Then the engine goes home, and follows its policy again."""
     monkeypatch.setattr(Restless, "switched", lambda self, report: None)
-    home = scheduler.replica_set.layout
+    default = scheduler.replica_set.layout
     add(scheduler, 2)
     step(scheduler)
     assert scheduler.controller.request_switch(forced.tp) is True
-    scheduler.monitor.policy = Restless(home, Layout(2, 4))
+    scheduler.monitor.policy = Restless(default, Layout(2, 4))
     step(scheduler)
     assert scheduler.replica_set.layout == forced
     scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
     step(scheduler)
-    assert scheduler.replica_set.layout == home
+    assert scheduler.replica_set.layout == default
     add(scheduler, 2, first=2)
     step(scheduler)
     assert scheduler.replica_set.layout == Layout(2, 4)
@@ -383,9 +383,9 @@ def test_a_users_layout_holds_until_the_work_is_over(
 def test_a_paused_engine_keeps_its_layout(scheduler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever its policy says."""
     monkeypatch.setattr(Restless, "switched", lambda self, report: None)
-    home, wanted = scheduler.replica_set.layout, make_restless(scheduler)
+    default, wanted = scheduler.replica_set.layout, make_restless(scheduler)
     add(scheduler, 2)
-    for state, layout in ((PauseState.PAUSED_ALL, home), (PauseState.UNPAUSED, wanted)):
+    for state, layout in ((PauseState.PAUSED_ALL, default), (PauseState.UNPAUSED, wanted)):
         scheduler.set_pause_state(state)
         step(scheduler)
         assert scheduler.replica_set.layout == layout
@@ -531,8 +531,8 @@ def test_what_a_front_end_has_stopped_may_go_on_after_a_tool(stop: str | None, w
 class Listening(Policy):
     """Hears of ends and of pauses."""
 
-    def __init__(self, home: Layout, heard: list[str]) -> None:
-        self.home = home
+    def __init__(self, default: Layout, heard: list[str]) -> None:
+        self.default_layout = default
         self.heard = heard
 
     def choose(self, state: Any) -> Layout:

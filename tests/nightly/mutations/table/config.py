@@ -41,7 +41,7 @@ MUTATIONS = mutations({
         ("the base layout has a limit, too", "config:PATConfig.largest_batch", " or layout.tp == self.base", ""),
         ("the smallest batch of a tp", "config:PATConfig.largest_batch", "return max(", "return min("),
         ("draft lengths of layouts that are not kept ready", "config:PATConfig.policy_names", "(*policy.switch_at.values(), *policy.num_speculative_tokens)", "(*policy.switch_at.values(),)"),
-        ("every engine starts in its base layout", "config:home_layout", "Layout.find(policy.tp, layouts)", "layouts[0]"),
+        ("every engine starts in its base layout", "config:default_layout", "Layout.find(policy.tp, layouts)", "layouts[0]"),
     ],
     "tests/unit/test_limits.py": [
         ("a replica's limits are a rank's", "limits:layout_limits", 'config.limits_per == "replica"', "True"),

@@ -36,7 +36,7 @@ MUTATIONS = mutations({
         ("the policy switches a paused engine", "scheduler.layout_controller:LayoutController._follow_policy", " or active.pause_state != PauseState.UNPAUSED", ""),
         ("requests wait until a new scheduler has made as many steps", "scheduler.switch_plan:_rewind", "request.next_decode_eligible_step = 0", "pass"),
         ("a failed plan leaves requests preempted", "scheduler.switch:_plan", "            saved.apply()", "            pass"),
-        ("a failed plan keeps its block pools", "scheduler.switch:_plan", "active.factory.discard(fresh)", "pass"),
+        ("a failed plan keeps its block pools", "scheduler.switch:_plan", "active.factory.discard(new_replicas)", "pass"),
         ("steps are drained before a switch is refused", "scheduler.switch:switch", "    _check(active)\n\n    # 2. Quiesce.\n    active.drain()\n", "    active.drain()\n    _check(active)\n"),
         ("the end of a session's part is the end of the session", "scheduler.requests:RequestTable.is_over", "tracked.request.is_finished()", "True"),
         ("the word that ends a session is not noticed", "scheduler.replica_set:ReplicaSet.add", "self._ended(request.request_id, FinishReason.ABORT)", "pass"),

@@ -68,7 +68,7 @@ MUTATIONS = mutations({
     "tests/unit/predictor/test_adaptive.py": [
         ("a switch is not held", "predictor.adaptive:AdaptivePolicy._hysteresis_end", "_HYSTERESIS * (", "0 * ("),
         ("what runs is not observed", "predictor.adaptive:AdaptivePolicy._decide", "self._lengths.observe_running(live)", "pass"),
-        ("all batches open in the base layout", "predictor.adaptive:AdaptivePolicy._open", "self.home = min(", "min("),
+        ("all batches open in the base layout", "predictor.adaptive:AdaptivePolicy._open", "self.default_layout = min(", "min("),
         ("it plans before each step", "predictor.adaptive:AdaptivePolicy._due", "> _NEWS * live", ">= 0"),
         ("real steps teach nothing", "predictor.step_time:StepTimeModel.observe", "self._correction.observe(layout, shape.batch, ratio, drafts)", "1.0"),
         ("the engine's cost model hears of switches twice", "predictor.adaptive:AdaptivePolicy.switched", "if self._own_costs", "if True"),
