@@ -55,7 +55,7 @@ METRICS: Mapping[str, tuple[type[Gauge | Counter | Histogram], str, tuple[str, .
     SWITCHES: (
         Counter,
         "Number of switches from one layout to another. "
-        "Reason labels: 'policy'; 'forced' = a user asked for it; 'idle' = back to the default one.",
+        "Reason labels: 'policy'; 'forced' = a user asked; 'idle' = back to the default layout.",
         ("source", "target", "reason"),
     ),
     STALL: (

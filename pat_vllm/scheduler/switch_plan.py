@@ -124,7 +124,7 @@ class Carry(SwitchPlan):
         target: Layout,
         new_replicas: list[Replica],
     ) -> Carry:
-        """Place the requests in the `new_replicas`, of layout `target`, which allocate their blocks.
+        """Place the requests in the `new_replicas` of `target`, which allocate their blocks.
 
         Changes requests that take their KV along. The blocks that these leave free get cached KV:
         first what is cached for requests that wait. Then, unless `chains` is None, what later
