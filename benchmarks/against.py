@@ -223,7 +223,7 @@ def _turn(llm: Any, prompts: Sequence[Any], tokens: int) -> dict[str, float]:
         step_until(llm, produced, None)
         seconds[f"step, tp={tp}"] = (time.perf_counter() - begun) / (tokens - 2)
     first = len(pat_vllm.report(llm).switches)
-    # The report has ended the last batch, and with it the engine went home, to tp=1.
+    # The report has ended the last batch, and with it the engine went back to tp=1.
     produced = _begin(llm, prompts, tokens)
     for i, tp in enumerate((2, 1) * SWITCHES):
         step_until(llm, produced, 3 * (i + 1))

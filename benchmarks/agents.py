@@ -82,7 +82,7 @@ def serve(
     engine = llm.llm_engine
     llm.reset_prefix_cache()
     begun = len(pat_vllm.report(llm).switches)
-    names = [str(target) for target in pat_vllm.report(llm).layouts]
+    names = [str(layout) for layout in pat_vllm.report(llm).layouts]
     if layout is not None:
         pat_vllm.switch(llm, layout)
     asked = computed = 0

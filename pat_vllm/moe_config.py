@@ -61,12 +61,14 @@ class MoEConfig:
             if tp == 1:
                 layouts.append(Layout.of(1, world_size))
                 continue
-            hindrances = {kind: self._hindrance(kind, tp, base_tp) for kind in kinds}
+            incompatibilities = {kind: self._incompatibility(kind, tp, base_tp) for kind in kinds}
             fitting = [
-                kind for kind, incompatibility in hindrances.items() if incompatibility is None
+                kind
+                for kind, incompatibility in incompatibilities.items()
+                if incompatibility is None
             ]
             if not fitting:
-                reasons = "; ".join(filter(None, hindrances.values()))
+                reasons = "; ".join(filter(None, incompatibilities.values()))
                 raise ValueError(
                     f"layout tp={tp} with pat.experts={wanted!r}: {reasons}. Change pat.layouts or "
                     "pat.experts."
@@ -74,7 +76,7 @@ class MoEConfig:
             layouts += [Layout.of(tp, world_size, kind) for kind in fitting]
         return tuple(layouts)
 
-    def _hindrance(self, kind: Experts, tp: int, base_tp: int) -> str | None:
+    def _incompatibility(self, kind: Experts, tp: int, base_tp: int) -> str | None:
         """Why experts cannot lie so, if they cannot."""
         if kind == "tp":
             if self.intermediate % tp:

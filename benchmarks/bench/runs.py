@@ -25,7 +25,7 @@ class Run:
         response: mean over requests, from arrival to last token.
         live: (at, live requests from then on).
         spans: (layout, start, end), one after the other.
-        switches: while requests were running or expected, so that one may be a way home between
+        switches: while requests were running or expected, so that one may be a way back between
             them; `at` is absolute, as in `decisions`.
         began: on the machine's monotonic clock.
         steps: by layout: steps, and their mean seconds.

@@ -31,7 +31,7 @@ def die_in_switch(worker: Any, rank: int, part: str, call: int, note: str) -> No
         "weights": (worker._weights, "arrange"),
         "KV": (worker._exchange, "run"),
         "activation": (worker, "_activate"),
-        "hand-over": (worker._state_transfer, "give"),
+        "hand-over": (worker._state_transfer, "restore"),
     }
     stock = worker.pat_switch
 

@@ -56,7 +56,7 @@ class Storm:
     _unfinished: list[str] = field(default_factory=list)
 
     def run_batch(self) -> None:
-        """One batch, until its last request has ended; the engine is idle then, and at home.
+        """One batch, until its last request has ended; the engine is idle then, and back.
 
         Raises:
             EngineDeadError: the engine died.

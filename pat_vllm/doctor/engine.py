@@ -209,18 +209,18 @@ class PATEngine:
         from pat_vllm.api import report
 
         began = time.monotonic()
-        agreement = self.first.compare_outputs(self.generate())
+        comparison = self.first.compare_outputs(self.generate())
         switches = report(self.llm, since=began).switches
         chosen = [str(switch.target) for switch in switches if switch.reason == "policy"]
         went = f"it went to {', '.join(chosen)}" if chosen else "it stayed in one"
-        return f"{went}; {agreement}"
+        return f"{went}; {comparison}"
 
     def in_layout(self, layout: Layout, expected: Reference) -> Comparison:
         """Generate in a layout, and score stock vLLM's tokens in it."""
         switch_to(self.llm, layout)
-        agreement = expected.compare_outputs(self.generate())
+        comparison = expected.compare_outputs(self.generate())
         switch_to(self.llm, layout)  # a layout that was asked for holds until the batch ends
-        return agreement + self.scores(expected)
+        return comparison + self.scores(expected)
 
     def across(self, source: Layout, target: Layout) -> str:
         """Switch while requests are in flight; what they say is what they say in one layout."""
@@ -234,7 +234,7 @@ class PATEngine:
             began = time.monotonic()
             after = SWITCH_AFTER >> attempt  # in the end before the first answer
             outputs = self.generate({after: partial(switch_to, self.llm, target)})
-            agreement = self.first.compare_outputs(outputs)
+            comparison = self.first.compare_outputs(outputs)
             forced = [
                 switch
                 for switch in report(self.llm, since=began).switches
@@ -248,9 +248,9 @@ class PATEngine:
         # leaves them.
         switch_to(self.llm, source)
         switch_to(self.llm, target)
-        agreement += self.scores(self.first)
+        comparison += self.scores(self.first)
         moved = f"{switch.num_seqs} in flight, {switch.migrated} migrated"
-        return f"{moved}, {1e3 * switch.seconds:.0f} ms; {agreement}"
+        return f"{moved}, {1e3 * switch.seconds:.0f} ms; {comparison}"
 
     def with_drafts(self) -> str:
         """Go through the draft lengths while requests are in flight."""
@@ -271,13 +271,13 @@ class PATEngine:
         for _ in range(_TRIES):
             switch_to(self.llm, self.layouts[-1])
             before, used[:] = counts(), []
-            agreement = self.first.compare_outputs(self.generate(after))
+            comparison = self.first.compare_outputs(self.generate(after))
             accepted, drafted = (now - then for now, then in zip(counts(), before, strict=True))
             if drafted:
                 break
         else:
             raise RuntimeError("all responses had ended before the engine drafted")
-        return f"k = {', '.join(map(str, used))}: {accepted} of {drafted} accepted; {agreement}"
+        return f"k = {', '.join(map(str, used))}: {accepted} of {drafted} accepted; {comparison}"
 
     # ---------------------------------------------------------------- sleep and weights
 
@@ -285,8 +285,8 @@ class PATEngine:
         """At level 1, which keeps the weights."""
         self.llm.sleep(level=1)
         self.llm.wake_up()
-        agreement = self.in_layout(self.layouts[-1], self.first)
-        return f"without effect on CPU; {agreement}" if self.on_cpu else str(agreement)
+        comparison = self.in_layout(self.layouts[-1], self.first)
+        return f"without effect on CPU; {comparison}" if self.on_cpu else str(comparison)
 
     def update(self) -> Comparison:
         """Load the other weights over the first."""

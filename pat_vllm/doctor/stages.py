@@ -97,10 +97,10 @@ class _Stages:
         if answer is None:
             return checks
         self.facts = FACTS.validate_python(answer)
-        of_facts = environment_checks(self.facts, options.ranks, options.gpu is None)
+        of_machine = environment_checks(self.facts, options.ranks, options.gpu is None)
         if options.model is None and self.facts.refused is not None:
-            of_facts.append(Check("options", problem=self.facts.refused))
-        return [*of_facts, *checks]
+            of_machine.append(Check("options", problem=self.facts.refused))
+        return [*of_machine, *checks]
 
     def model(self) -> Outcome:
         """What is refused."""

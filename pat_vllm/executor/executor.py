@@ -119,7 +119,7 @@ class PATExecutorMixin(OwnRepliesMixin):
         config = self.vllm_config
         self.layout: Layout = default_layout(config)
         self._lanes: Lanes | None = None
-        self._leftovers = OsResourceCleanup(mq.handle for mq in self.response_mqs)
+        self._os_resources = OsResourceCleanup(mq.handle for mq in self.response_mqs)
         self._in_lanes = False
         self._pending: dict[int, deque[float]] = {}
         self._unsampled: list[int] = []
@@ -138,7 +138,7 @@ class PATExecutorMixin(OwnRepliesMixin):
         lanes = Lanes(layouts_of(self.vllm_config), self._network)
         replies = self.collective_rpc(rpc.OPEN_LANES, args=(lanes.handles(),))
         lanes.connect([handle for handle, _ in replies])
-        self._leftovers.add(resources for _, resources in replies)
+        self._os_resources.add(resources for _, resources in replies)
         ready = self.collective_rpc(rpc.LANES_READY, non_block=True)
         # If a worker dies now, `lanes.wait_until_ready` never returns, but its reply fails.
         opened = threading.Event()
@@ -158,14 +158,14 @@ class PATExecutorMixin(OwnRepliesMixin):
         if (lanes := getattr(self, "_lanes", None)) is not None:
             lanes.shutdown(self.layout if self._in_lanes else None)
             self._in_lanes = False
-        leftovers = getattr(self, "_leftovers", None)
-        if leftovers is not None and self.is_failed:
+        os_resources = getattr(self, "_os_resources", None)
+        if os_resources is not None and self.is_failed:
             self._note_cause()
             # Workers may be stuck, and vLLM kills an engine core that takes long to end.
-            leftovers.remove()
+            os_resources.remove()
         super().shutdown()
-        if leftovers is not None:
-            leftovers.remove()
+        if os_resources is not None:
+            os_resources.remove()
 
     def fail(self, error: Exception) -> None:
         """Have vLLM end the engine, as when a worker has died. Idempotent.

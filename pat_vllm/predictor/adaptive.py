@@ -45,7 +45,7 @@ _HYSTERESIS = 5.0
 _PLANNING_SHARE = 0.004
 """Share of the time that may go into planning."""
 _URGENT_SHARE = 0.02
-"""The same, once half of the live requests have ended: a few plans in a batch are due to that."""
+"""The same, once half of the last plan's requests have ended. Without arrivals that is seldom."""
 _OBSERVING_SHARE = 0.002
 """Share of the time that may go into learning from steps, and from drafts."""
 _STEADY = 0.9
@@ -304,11 +304,11 @@ class AdaptivePolicy(Policy):
         # While nothing finishes, contexts grow and the rest is seen in another light.
         self._review = state.now + 0.1 * plan.switch_later
         if plan.best != state.layout:
-            fired = state.now >= (hysteresis := self._hysteresis_end())
+            fired = state.now >= (held_until := self._hysteresis_end())
             self._note(state, plan, plan.best, "saving" if fired else "hysteresis", fired)
             if fired:
                 return plan.best
-            self._review = min(self._review, hysteresis)
+            self._review = min(self._review, held_until)
         elif plan.switch_now:
             best = min(plan.switch_now, key=plan.switch_now.__getitem__)
             if plan.switch_now[best] < plan.no_switch:

@@ -78,7 +78,7 @@ class Prior:
 
     Args:
         median: of a response before data, tokens.
-        edges: the first of `EDGES`: pools given to it have as many bins.
+        edges: the first of `EDGES`; they bound the bins of the pools given to it.
     """
 
     def __init__(self, median: float, edges: Floats) -> None:
@@ -134,7 +134,7 @@ class LengthModel:
         self.responses = 0
         self.history = np.zeros((2, BINS))
         # A plan need not pay for bins beyond the bound, unless a response was longer after all.
-        self._take(EDGES[: np.searchsorted(EDGES, bound) + 1])
+        self._use_edges(EDGES[: np.searchsorted(EDGES, bound) + 1])
         self._start_batch()
 
     def finished(self, length: int, complete: bool) -> None:
@@ -184,7 +184,7 @@ class LengthModel:
         np.clip(remaining, np.where(live.exact[:, None], room, 1), room, out=remaining)
         return remaining
 
-    def _take(self, edges: Floats) -> None:
+    def _use_edges(self, edges: Floats) -> None:
         """Estimate the hazard up to the last of these edges."""
         self._edges = edges
         self._prior = Prior(max(1.0, self.bound * _PRIOR_MEDIAN), edges)
@@ -204,7 +204,7 @@ class LengthModel:
         self._pool_stopped()
         pool = self._batch + pool_of(self._running, none) + self.history
         if pool[:, len(self._edges) - 1 :].any():
-            self._take(EDGES)
+            self._use_edges(EDGES)
         pool = pool[:, : len(self._edges) - 1]
         pool = pool + self._prior.posterior(pool)
         self._hazard = cumulative_hazard(pool)

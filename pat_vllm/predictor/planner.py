@@ -43,9 +43,9 @@ class Plan:
 
     Attributes:
         layout: where the engine is.
-        never: without any switch.
-        stay: without a switch now, but with those that pay later.
-        go: by other layout: with a switch to it now, later ones included.
+        no_switch: without any switch.
+        switch_later: without a switch now, but with those that pay later.
+        switch_now: by other layout: with a switch to it now, later ones included.
         cost: by other layout: of that switch, part of `switch_now`.
         layout_costs: what it is a plan of.
     """
@@ -66,7 +66,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class LayoutCosts:
-    """What a forecast takes in each layout, whichever the engine is in.
+    """What a forecast batch takes in each layout, whichever the engine is in.
 
     Attributes:
         layouts: the engine's.
@@ -227,7 +227,7 @@ class Planner:
 
         Args:
             prompts: prompt tokens that have yet to be computed, before anything else.
-            drafting: the draft lengths, and what they are expected to give.
+            draft_yield: the draft lengths, and what they are expected to give.
         """
         paces = [self._pace(layout, forecast, draft_yield) for layout in self.layouts]
         seconds = np.array([pace.token for pace in paces]) * forecast.steps

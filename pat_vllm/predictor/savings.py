@@ -135,7 +135,7 @@ class Savings:
         # Nobody tells of the end of a response whose length was prescribed. What such responses
         # have left to generate tells as much.
         tokens = live.num_output_tokens.sum() - live.max_tokens[live.exact].sum()
-        observe = Snapshot(
+        snapshot = Snapshot(
             at=state.now,
             layout=state.layout,
             num_seqs=state.num_seqs,
@@ -145,7 +145,7 @@ class Savings:
             prompts=prompts,
             prompt=math.inf if live.exact.any() else float(live.num_prompt_tokens.mean()),
         )
-        if self.observe(observe):
+        if self.observe(snapshot):
             plain, tables = plan.layout_costs, plan.layout_costs.drafts.values()
             drafted = any(length for table in tables for *_, length in table)
             if drafted:

@@ -67,7 +67,7 @@ class LayoutController:
         self._forced = False
         self._batch_open = False
         self._caches_were_reset = False
-        self._returns = False
+        self._return_pending = False
         self._back_off_until = 0.0
         self._weights_version = active.executor.weights_version
         self._engine_thread: int | None = None
@@ -90,9 +90,9 @@ class LayoutController:
         steps while nothing comes, so a batch may still have to be ended.
         """
         self._engine_thread = threading.get_ident()
-        if self._batch_open or self._returns:
+        if self._batch_open or self._return_pending:
             self.finish_work()
-        self._batch_open, self._caches_were_reset, self._returns = True, False, False
+        self._batch_open, self._caches_were_reset, self._return_pending = True, False, False
         version = self._active.executor.weights_version
         if version != self._weights_version:
             self._weights_version = version
@@ -125,9 +125,9 @@ class LayoutController:
             self._forced = False
             self.drafts.release()
             self._monitor.idle()
-            self._returns = True
-        if self._returns and self._active.executor.refresh_weights():
-            self._returns = False
+            self._return_pending = True
+        if self._return_pending and self._active.executor.refresh_weights():
+            self._return_pending = False
             self._switch(self._monitor.policy.default_layout, "idle")
 
     def _is_over(self) -> bool:
@@ -247,7 +247,7 @@ class LayoutController:
         active = self._active
         if target == active.layout:
             if reason == "forced":
-                self._forced, self._returns = True, False
+                self._forced, self._return_pending = True, False
             return True
         try:
             replicas, report = switch(
@@ -273,7 +273,7 @@ class LayoutController:
             active.executor.fail(error)
             raise
         self.switch_id += 1
-        self._forced, self._returns = reason == "forced", False
+        self._forced, self._return_pending = reason == "forced", False
         active.replace(target, replicas)
         self.costs.observe(report)
         self._monitor.switched(report, replicas)

@@ -92,8 +92,8 @@ class RequestTable:
         tracked, self._tracked = self._tracked, {}
         for replica in replicas:
             for request_id in replica.scheduler.requests:
-                request = self._tracked[request_id] = tracked[request_id]
-                request.replica = replica
+                moved = self._tracked[request_id] = tracked[request_id]
+                moved.replica = replica
 
     def arrays(self) -> LiveRequests:
         """All of them, for a policy."""

@@ -118,7 +118,7 @@ def send_metrics(
     """Have outputs take PAT's updates of metrics along, as the KV connector's statistics.
 
     They go to one client, as vLLM's own statistics do. Events go out where no replica has finished
-    a step, too: nothing may come after the engine went back.
+    a step, too: nothing may come after the engine has returned.
 
     Args:
         outputs: by client.

@@ -110,10 +110,10 @@ class Carry(SwitchPlan):
     """Requests go to new replicas, with their KV or to be computed again.
 
     Attributes:
-        loads: what each new replica is to receive.
+        admissions: what each new replica is to receive.
     """
 
-    loads: Sequence[_Admission]
+    admissions: Sequence[_Admission]
 
     @classmethod
     def of(
@@ -140,24 +140,24 @@ class Carry(SwitchPlan):
             source,
             target,
         )
-        loads = [_allocate(carried, placement, replica) for replica in new_replicas]
-        cached = _carry_caches(carried, chains, active, target, new_replicas, placement, loads)
-        blocks = [*_request_blocks(carried, active.replicas, loads), *cached]
+        admissions = [_allocate(carried, placement, replica) for replica in new_replicas]
+        cached = _carry_caches(carried, chains, active, target, new_replicas, placement, admissions)
+        blocks = [*_request_blocks(carried, active.replicas, admissions), *cached]
         kinds = active.factory.kinds
         moves = plan_moves(source, target, kinds, blocks)
         # Groups keep different numbers of blocks: tokens are counted in the one that keeps most.
         group = densest(kinds)
         cached_blocks = sum(len(moved.target_blocks) for moved in cached if moved.group == group)
         cached_tokens = cached_blocks * new_replicas[0].scheduler.block_size
-        return cls(carried, new_replicas, placement, tuple(moves), cached_tokens, loads)
+        return cls(carried, new_replicas, placement, tuple(moves), cached_tokens, admissions)
 
     def hand_over(self) -> int:
         """See `SwitchPlan`. The new schedulers learn what has arrived, and queue the rest."""
-        for replica, load in zip(self.replicas, self.loads, strict=True):
-            if load.blocks:
-                arrived = KVConnectorOutput(finished_recving=set(load.blocks))
+        for replica, admission in zip(self.replicas, self.admissions, strict=True):
+            if admission.blocks:
+                arrived = KVConnectorOutput(finished_recving=set(admission.blocks))
                 replica.scheduler.update_from_output(
-                    load.step,
+                    admission.step,
                     ModelRunnerOutput(req_ids=[], req_id_to_index={}, kv_connector_output=arrived),
                 )
         for c in self.carried:
@@ -165,7 +165,7 @@ class Carry(SwitchPlan):
                 _rewind(c)
                 _enqueue(self.replicas[self.placement[c.request.request_id]], c.request)
             c.request.skip_reading_prefix_cache = c.request.get_skip_reading_prefix_cache()
-        return sum(len(load.blocks) for load in self.loads)
+        return sum(len(admission.blocks) for admission in self.admissions)
 
 
 def _allocate(
@@ -196,13 +196,13 @@ def _allocate(
 
 
 def _request_blocks(
-    carried: Sequence[CarriedRequest], replicas: Sequence[Replica], loads: Sequence[_Admission]
+    carried: Sequence[CarriedRequest], replicas: Sequence[Replica], admissions: Sequence[_Admission]
 ) -> list[RequestBlocks]:
     """Old and new blocks of each request that migrates."""
     by_id = {c.request.request_id: c for c in carried}
     blocks = []
-    for target_replica, load in enumerate(loads):
-        for request_id, target_blocks in load.blocks.items():
+    for target_replica, admission in enumerate(admissions):
+        for request_id, target_blocks in admission.blocks.items():
             request = by_id[request_id]
             replica = replicas[request.replica]
             source_blocks = replica.scheduler.kv_cache_manager.get_block_ids(request_id)
@@ -229,10 +229,10 @@ def _carry_caches(
     target: Layout,
     new_replicas: Sequence[Replica],
     placement: Mapping[str, int],
-    loads: Sequence[_Admission],
+    admissions: Sequence[_Admission],
 ) -> list[RequestBlocks]:
     """Fill blocks that are left free with what is cached, in the order that `Carry.of` tells."""
-    loaded = {id_ for load in loads for id_ in load.blocks}
+    loaded = {id_ for admission in admissions for id_ in admission.blocks}
     wanted = [
         PlacedChain(hashes[:cached], c.replica, placement[c.request.request_id])
         for c in carried

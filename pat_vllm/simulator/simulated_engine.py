@@ -46,7 +46,7 @@ class SimulatedLiveRequests(LiveRequests):
 
     Attributes:
         remaining: tokens that each response will still have, int64 [n].
-        drafting: what draft lengths will give them until then.
+        draft_yield: what draft lengths will give them until then.
     """
 
     remaining: Ints

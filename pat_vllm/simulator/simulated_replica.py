@@ -135,8 +135,10 @@ class SimulatedReplica:
         """Steps of the chunk that are over by `now`, or have `started`."""
         if not self.steps:
             return 0
-        over = (now - self.began) / self.per_step
-        steps = max(1, math.ceil(over - _ROUNDING)) if started else math.floor(over + _ROUNDING)
+        elapsed = (now - self.began) / self.per_step
+        steps = (
+            max(1, math.ceil(elapsed - _ROUNDING)) if started else math.floor(elapsed + _ROUNDING)
+        )
         return min(steps, self.steps)
 
     def schedule(self, draft_length: Callable[[int], int] = lambda batch: 0) -> ScheduledStep:

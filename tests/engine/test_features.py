@@ -473,7 +473,7 @@ def test_prefix_caching(llm: Any, tp: int) -> None:
     """Equal prompts meet in the replica that has their KV."""
     prompts = {"a": prompt(30, 200), "b": prompt(31, 200), "c": prompt(32, 200)}
     assert pat_vllm.switch(llm, tp=tp)
-    # Keeps the engine busy: an idle one goes home. Where there are two replicas, that is here.
+    # Keeps the engine busy: an idle one goes back. Where there are two replicas, that is here.
     add(llm, {"anchor": Job(prompt(33, 5), greedy(120))})
     add(llm, {name: Job(tokens, greedy(8)) for name, tokens in prompts.items()})
 

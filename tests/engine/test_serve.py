@@ -119,7 +119,7 @@ def test_vllm_serve(server: Server) -> None:
     assert 0.2 < accepted / drafted < 0.9
     assert server.metric("vllm:spec_decode_num_draft_tokens_total") == drafted
     assert server.metric("vllm:spec_decode_num_accepted_tokens_total") == accepted
-    # Of one or two replicas; 0 once the engine went home.
+    # Of one or two replicas; 0 once the engine went back.
     assert server.metric("vllm:pat_num_speculative_tokens_by_replica") in (0, 4, 8)
 
     assert server.most_pieces > 1

@@ -129,7 +129,7 @@ def test_no_switch_in_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executor, "refresh_weights", lambda: True)
     scheduler.controller.before_step()
     (command,) = switch.call_args.args
-    assert command.target == SINGLE, "home, when the weights are there"
+    assert command.target == SINGLE, "back, when the weights are there"
 
 
 def test_a_batch_ends_while_weights_are_away(monkeypatch: pytest.MonkeyPatch) -> None:

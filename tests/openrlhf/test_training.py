@@ -43,7 +43,7 @@ def test_sliding_windows(arch: str, tmp_path: Path) -> None:
 def test_agents() -> None:
     """The example's calculator, two steps over the same prompts: turns find their KV.
 
-    The engine switches within each turn, and back home while all trajectories wait for the next.
+    The engine switches within each turn, and back while all trajectories wait for the next.
     """
     agent = ("--train.agent_func_path", str(Path(__file__).with_name("agent.py")))
     prompts = ("--data.max_samples", "8", "--train.num_episodes", "2", "--data.max_len", "640")

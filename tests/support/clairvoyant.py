@@ -64,8 +64,8 @@ class ClairvoyantPolicy(Policy):
             max_num_seqs=profile.max_num_seqs,
             kv_tokens=profile.kv_tokens,
         )
-        self._homes = cycle([self._home(batch) for batch in batches])
-        self.default_layout = next(self._homes)
+        self._default_layouts = cycle([self._default_layout_of(batch) for batch in batches])
+        self.default_layout = next(self._default_layouts)
         self._planned: tuple[Layout, int] | None = None
 
     def choose(self, state: LiveState) -> Layout:
@@ -87,10 +87,10 @@ class ClairvoyantPolicy(Policy):
         return plan.best
 
     def idle(self, now: float) -> None:
-        self.default_layout = next(self._homes)
+        self.default_layout = next(self._default_layouts)
         self._planned = None
 
-    def _home(self, batch: LengthTrace) -> Layout:
+    def _default_layout_of(self, batch: LengthTrace) -> Layout:
         fresh = np.zeros(len(batch), np.int64)
         prompts, lengths = np.array(batch.num_prompt_tokens), np.array(batch.lengths)
         ahead = forecast(LiveRequests.fresh(prompts, batch.max_tokens), lengths[:, None])

@@ -55,7 +55,7 @@ def run_out_of_memory(worker: Any, part: str) -> None:
         owner, name, succeed = {
             "staging": (worker._exchange._transport, "prepare", 0),
             "second layer": (worker._exchange, "run", 1),
-            "hand-over": (worker._state_transfer, "give", 0),
+            "hand-over": (worker._state_transfer, "restore", 0),
         }[part]
         stock, calls = getattr(owner, name), iter(range(1000))
 

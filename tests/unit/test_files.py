@@ -121,9 +121,9 @@ def test_names_that_no_file_can_have(
     for read in READERS.values():
         with pytest.raises((ValueError, OSError)):
             read(Path(name) / "x")
-    keeper = learned_state.LearnedStateFile(Path(name))
-    keeper.save(lengths, None)
-    keeper.save(lengths, None)
+    state_file = learned_state.LearnedStateFile(Path(name))
+    state_file.save(lengths, None)
+    state_file.save(lengths, None)
     assert len(caplog.records) == 1 and "lengths_file" in caplog.text
 
 
@@ -158,9 +158,9 @@ def test_no_damage_to_lengths_is_taken(
 
 def keep_lengths(path: Path) -> bool:
     """As an engine: read, and write what is learnt; whether nothing was found."""
-    keeper = learned_state.LearnedStateFile(path)
-    model, acceptance = keeper.load(1000, (0, 2))
-    keeper.save(some_lengths(), acceptance)
+    state_file = learned_state.LearnedStateFile(path)
+    model, acceptance = state_file.load(1000, (0, 2))
+    state_file.save(some_lengths(), acceptance)
     return model.responses == 0
 
 

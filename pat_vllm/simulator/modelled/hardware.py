@@ -112,9 +112,15 @@ def modelled_profile(
     limits = {layout.tp: engine.limits(layout) for layout in possible}
     steps: list[StepSample] = []
     for layout in possible:
-        for step in _shapes(kv_tokens[layout.tp], limits[layout.tp], lengths):
-            work = step.batch, step.context, step.prefill, step.drafts, step.k
-            steps.append(StepSample.of(layout, step, [machine.step(layout, *work)]))
+        for point in _shapes(kv_tokens[layout.tp], limits[layout.tp], lengths):
+            work = (
+                point.batch,
+                point.context,
+                point.prefill,
+                point.drafts,
+                point.k,
+            )
+            steps.append(StepSample.of(layout, point, [machine.step(layout, *work)]))
     return Profile(
         kind="modelled",
         title=f"modelled: {name} on {ranks} x {gpu} ({figures.link})",

@@ -111,7 +111,7 @@ def test_accepted_drafts_are_advised(accepted: Advice) -> None:
 
 
 def test_seconds_count_to_the_last_response(tail: Advice) -> None:
-    """While a trainer trains, an engine has gone home."""
+    """While a trainer trains, an engine has gone back."""
     reports = tail.results[tail.ours]
     last = [max(report.finished) for report in reports]
     assert any(report.back > end for report, end in zip(reports, last, strict=True))

@@ -72,7 +72,7 @@ def slower(result: RunResult, factor: float) -> RunResult:
 def runs(
     last: RunResult = RESULTS[2], rounds: Sequence[float] = ROUNDS
 ) -> list[tuple[Variant, list[RunResult]]]:
-    """The three contenders and their runs."""
+    """The three variants and their runs."""
     return [
         (variant, [slower(result, factor) for factor in rounds])
         for variant, result in zip(variants(TABLE), (*RESULTS[:2], last), strict=True)
@@ -100,7 +100,7 @@ def test_batches_are_heavy_tailed_and_repeatable() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 @pytest.mark.parametrize("mixture", [None, MoEConfig(num_experts=24, intermediate=384)])
-def test_contenders_are_valid(ranks: int, mixture: MoEConfig | None) -> None:
+def test_variants_are_valid(ranks: int, mixture: MoEConfig | None) -> None:
     table = schedule(ranks, 16, mixture)
     config = PATConfig.parse(engine_options(table, mixture))
     assert isinstance(config.policy, SchedulePolicyConfig)
@@ -138,7 +138,7 @@ def test_what_is_shown() -> None:
     counts, home = [(0.0, 8), (4.0, 2), (4.5, 2), (6.0, 1)], pytest.approx(7.99)
     assert RESULTS[2].run.live == (*counts, (home, 0), (8.0, 0))
     assert RESULTS[2].run.spans == ((ONE, 0.0, 4.0), (TWO, 4.0, home), (ONE, home, 8.0))
-    assert len(RESULTS[2].run.switches) == 1, "the way home is none that a user waits for"
+    assert len(RESULTS[2].run.switches) == 1, "the way back is none that a user waits for"
     assert RESULTS[1].run.spans == ((TWO, 0.0, 10.0),)
     assert table_rows(runs()) == [
         ("replicas", "tp1dp2", "12.00", "4%", "1.20", "0", "-"),

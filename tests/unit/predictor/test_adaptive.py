@@ -191,7 +191,7 @@ def test_it_plans_only_when_something_has_changed(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_dear_plan_is_followed_sooner_by_another_where_half_of_the_requests_have_ended() -> None:
-    """Of all plans, and of those that are due to that alone, a share of the time is kept."""
+    """Plans keep to a share of the time; those due to that, to a larger one."""
     seconds = 0.004
     ticks = itertools.count()
     policy = AdaptivePolicy(PROFILE, bound=BOUND, timer=lambda: seconds * next(ticks))

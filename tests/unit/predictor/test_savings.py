@@ -48,7 +48,7 @@ class Known(Planner):
         self.layouts = (ONE, TWO)
 
     def token_seconds(
-        self, layout: Layout, forecast: BatchForecast, drafting: Any = None
+        self, layout: Layout, forecast: BatchForecast, draft_yield: Any = None
     ) -> Floats:
         return np.asarray(pace(layout, forecast.live, forecast.context))
 

@@ -19,7 +19,7 @@ CAPTURED = (1, 2, 4, 8, 16, 24, 32)
 BATCHES = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 17, 20, 24, 25, 28, 32)
 SHAPES = [decode(batch, each) for batch in BATCHES for each in (128, 512, 1024, 2048, 4096, 8192)]
 
-GroundTruth = Callable[[StepShape], float]
+StepSeconds = Callable[[StepShape], float]
 
 
 def exact(shape: StepShape) -> float:
@@ -34,7 +34,7 @@ def stepped(shape: StepShape) -> float:
 
 
 def make_profile(
-    truth: dict[Layout, GroundTruth], seed: int = 0, count: int = len(SHAPES), noise: float = 0.02
+    truth: dict[Layout, StepSeconds], seed: int = 0, count: int = len(SHAPES), noise: float = 0.02
 ) -> Profile:
     rng = np.random.default_rng(seed)
     steps = [

@@ -22,7 +22,7 @@ from tests.unit.predictor.examples import decode, profile_of
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 CONTEXTS = (128, 512, 2048)
 LAYOUTS = ONE, TWO, FOUR, EIGHT = tuple(Layout.of(tp, 8) for tp in (1, 2, 4, 8))
-GroundTruth = Callable[[Layout, StepShape], float]
+StepSeconds = Callable[[Layout, StepShape], float]
 
 
 def roofline(layout: Layout, shape: StepShape) -> float:
@@ -42,7 +42,7 @@ def saturating(layout: Layout, shape: StepShape) -> float:
 
 
 def make_profile(
-    truth: GroundTruth,
+    truth: StepSeconds,
     *,
     noise: float = 0.02,
     layouts: Sequence[Layout] = LAYOUTS,

@@ -85,10 +85,10 @@ def test_contents(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = lines_of(above)
     counts = dict(zip(*lines["live requests"], strict=True))
     assert counts[0.0] == 64 and counts[20.0] == 64
-    # The engine is idle between batches: the batch ended, or it went home.
+    # The engine is idle between batches: the batch ended, or it went back.
     assert counts[10.25] == report_plot.FLOOR
     assert lines["of each replica"][1][1] == 16
-    assert len(above.texts) == 3, "a word at each switch but the way home"
+    assert len(above.texts) == 3, "a word at each switch but the way back"
     shown: list[Any] = above.patches[:5]
     bounds = [(bar.get_x(), bar.get_width()) for bar in shown]
     # A layout lasts until a switch, also while there is no request.

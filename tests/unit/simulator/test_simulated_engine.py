@@ -42,7 +42,7 @@ def test_replicas_run_freely() -> None:
 
 
 def test_switch_and_return_home() -> None:
-    """Both step for 3 s; then 2 s of switch, and the other's 7 tokens at 0.75 s; then home."""
+    """Both step for 3 s; then 2 s of switch, and the other's 7 tokens at 0.75 s; then back."""
     policy = Recorder(LayoutSchedule(ONE, ((1, TWO),)))
     runs = simulate_batches([batch(3, 10, max_tokens=10)] * 2, policy, Constant(), FREE)
     run = runs[0]

@@ -81,7 +81,7 @@ def test_an_engine_without_requests_stays_while_some_are_expected(until: float, 
     run = simulate(trace, policy, Constant(), FREE)
     back = [event for event in policy.events if event[0] == "idle"]
     assert len(back) == idle
-    # Where it is over, the engine goes home when the next turn comes, if nobody has asked before.
+    # Where it is over, the engine goes back when the next turn comes, if nobody has asked before.
     assert back[0][1] == {100.0: run.finished[1], 20.0: 34.0, 0.0: run.finished[2]}[until]
     # Either way the turn finds its context, for switches carry it.
     assert run.prefilled == 2 * 33 + 15

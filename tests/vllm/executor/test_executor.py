@@ -83,7 +83,7 @@ class Executor(PATExecutorMixin, Stock):
     def __init__(self) -> None:
         Stock.__init__(self)
         begin(self)
-        self._leftovers = OsResourceCleanup([])
+        self._os_resources = OsResourceCleanup([])
         self.rpc_broadcast_mq.enqueue = lambda call: self.calls.append(call[0])
 
     def _call_together(self, method: str, *args: Any, **options: Any) -> list[Any]:

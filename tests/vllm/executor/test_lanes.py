@@ -263,8 +263,8 @@ def test_what_killed_workers_leave_is_removed(
     shared = Path("/dev/shm") / f"{met.name}-tp:0-[0-1]-cpushm_0"
     other = Path("/dev/shm") / f"{met.name}x"
     queues = [worker.reply_handle() for worker in workers]
-    leftovers = OsResourceCleanup(queues[:1])
-    leftovers.add(
+    cleanup = OsResourceCleanup(queues[:1])
+    cleanup.add(
         [
             OsResources((queues[1],), f"file://{met}"),
             OsResources((Handle(),), "tcp://127.0.0.1:1234"),
@@ -274,10 +274,10 @@ def test_what_killed_workers_leave_is_removed(
         for file in (met, shared, other):
             file.touch()
         assert len(there(queues)) == 2
-        leftovers.remove()
+        cleanup.remove()
         assert not there(queues)
         assert not met.exists() and not shared.exists() and other.exists()
-        leftovers.remove()
+        cleanup.remove()
     finally:
         shared.unlink(missing_ok=True)
         other.unlink(missing_ok=True)
@@ -297,11 +297,11 @@ def test_a_users_file_is_no_socket(tmp_path: Path) -> None:
     )
     assert file.read_text() == "mine" and not [*folder.iterdir()]
     (folder / "met").symlink_to(file)
-    leftovers = OsResourceCleanup(
+    cleanup = OsResourceCleanup(
         [Handle(local_subscribe_addr="ipc:///no/such", local_notify_addr="tcp://x:1")]
     )
-    leftovers.add([OsResources((), f"file://{folder}/met")])
-    leftovers.remove()
+    cleanup.add([OsResources((), f"file://{folder}/met")])
+    cleanup.remove()
     assert file.exists() and (folder / "met").is_symlink()
 
 

@@ -363,7 +363,7 @@ def test_a_report_ends_the_work_that_is_over(
 def test_a_users_layout_holds_until_the_work_is_over(
     scheduler: Any, monkeypatch: pytest.MonkeyPatch, forced: Layout
 ) -> None:
-    """Then the engine goes home, and follows its policy again."""
+    """Then the engine goes back, and follows its policy again."""
     monkeypatch.setattr(Restless, "switched", lambda self, report: None)
     default = scheduler.replica_set.layout
     add(scheduler, 2)

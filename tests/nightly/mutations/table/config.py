@@ -56,8 +56,8 @@ MUTATIONS = mutations({
     ],
     "tests/unit/test_moe_config.py": [
         ("both kinds of layouts where no rank has a whole expert", "moe_config:MoEConfig.layouts", "elif base_tp > 1:", "elif base_tp > 2:"),
-        ("one expert for each rank is too few", "moe_config:MoEConfig._hindrance", "self.num_experts < tp", "self.num_experts <= tp"),
-        ("experts that a rank of the base layout lacks", "moe_config:MoEConfig._hindrance", "base_tp > 1 and self.num_experts % tp", "base_tp > tp and self.num_experts % tp"),
+        ("one expert for each rank is too few", "moe_config:MoEConfig._incompatibility", "self.num_experts < tp", "self.num_experts <= tp"),
+        ("experts that a rank of the base layout lacks", "moe_config:MoEConfig._incompatibility", "base_tp > 1 and self.num_experts % tp", "base_tp > tp and self.num_experts % tp"),
     ],
     "tests/unit/test_files.py": [
         ("kept files are open to others", "files.writing:_write_whole", "0o600 if private else 0o666", "0o666"),

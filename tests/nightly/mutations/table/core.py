@@ -10,7 +10,7 @@ MUTATIONS = mutations({
     "tests/vllm/scheduler/test_limits.py": [
         ("a switch loses requests that wait with their KV", "scheduler.switch:_carried", "*scheduler.kv_holding_waiting, ", ""),
         ("requests are served replica by replica", "scheduler.switch:_carried", "carried.sort(key=lambda c: (0, 0.0) if c.started else (1, c.request.arrival_time))", "pass"),
-        ("new schedulers are not told of the KV that has arrived", "scheduler.switch_plan:Carry.hand_over", "finished_recving=set(load.blocks)", "finished_recving=set()"),
+        ("new schedulers are not told of the KV that has arrived", "scheduler.switch_plan:Carry.hand_over", "finished_recving=set(admission.blocks)", "finished_recving=set()"),
         ("a layout's replicas have the engine's limit", "worker.layout_config:_scheduler_config", "config.max_num_seqs = limits.max_num_seqs", "pass"),
         ("bitmasks have the engine's size", "patches.schedulers:make_room_for_grammars", "config.scheduler_config.max_num_seqs = max_num_seqs", "pass"),
     ],

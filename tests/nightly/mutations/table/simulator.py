@@ -9,7 +9,7 @@ from tests.nightly.mutations.mutation import mutations
 MUTATIONS = mutations({
     "tests/unit/simulator/test_simulated_engine.py": [
         ("a switch does not wait for steps in flight", "simulator.simulated_engine:SimulatedEngine.switch", "self.drain()", "pass"),
-        ("a chunk is cut at the step before the one in flight", "simulator.simulated_replica:SimulatedReplica.steps_made", "max(1, math.ceil(over - _ROUNDING))", "max(1, math.floor(over))"),
+        ("a chunk is cut at the step before the one in flight", "simulator.simulated_replica:SimulatedReplica.steps_made", "max(1, math.ceil(elapsed - _ROUNDING))", "max(1, math.floor(elapsed))"),
         ("a switch loses the KV that it moves", "simulator.carrying:carry", "computed[request] <= room[replica.index]", "computed[request] > room[replica.index]"),
         ("a chunk goes on after an arrival", "simulator.simulated_engine:SimulatedEngine._start", "until < steps", "until > steps"),
         ("a chunk goes on where another replica has drained", "simulator.simulated_engine:SimulatedEngine.advance", "not all(replica.num_seqs for replica in over)", "False"),
