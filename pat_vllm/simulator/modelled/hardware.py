@@ -113,13 +113,7 @@ def modelled_profile(
     steps: list[StepSample] = []
     for layout in possible:
         for point in _shapes(kv_tokens[layout.tp], limits[layout.tp], lengths):
-            work = (
-                point.batch,
-                point.context,
-                point.prefill,
-                point.drafts,
-                point.k,
-            )
+            work = point.batch, point.context, point.prefill, point.drafts, point.k
             steps.append(StepSample.of(layout, point, [machine.step(layout, *work)]))
     return Profile(
         kind="modelled",
