@@ -100,7 +100,7 @@ class Chains:
 
 
 class PlacedChain(NamedTuple):
-    """A chain at a switch: the replicas that have it, and will have it."""
+    """A chain at a switch: the replica that has it, and the one that is to have it."""
 
     hashes: Chain
     source_replica: int
@@ -108,7 +108,7 @@ class PlacedChain(NamedTuple):
 
 
 class Run(NamedTuple, Generic[Block]):
-    """Blocks that follow each other in a chain: of one source replica, in its KV cache `group`."""
+    """Blocks of a chain, in its order: of one source replica, in its KV cache `group`."""
 
     source_replica: int
     blocks: Sequence[Block]
@@ -156,7 +156,7 @@ def _what_fits(
     held: Sequence[set[bytes]],
     room: int,
 ) -> list[tuple[list[bytes], list[Block]]]:
-    """What a hit of a chain still needs, or of as much of it as is cached and has room.
+    """What a target still needs for a hit of the longest prefix that is cached and has room.
 
     Returns:
         Hashes and their blocks, by group; nothing where nothing is cached or has room.

@@ -35,9 +35,9 @@ class StateKind:
     token_bytes: int = 0
 
     title: ClassVar[str]
-    """As errors name it."""
+    """Its name in error messages."""
     spec_name: ClassVar[str]
-    """Of the class of vLLM's `KVCacheSpec`s that are of this kind."""
+    """Class name of vLLM's `KVCacheSpec`s of this kind."""
     padded: ClassVar[bool] = False
     """Whether a block may take more bytes than it fills."""
 
@@ -53,7 +53,7 @@ class StateKind:
 
     @classmethod
     def heads_in(cls, spec: Any, num_kv_heads: int, tp: int) -> int:
-        """`heads` of a spec that it serves; 1 is a state that every rank of a group has whole.
+        """`heads` of a spec of this kind; 1: every rank of a replica has the state whole.
 
         Args:
             num_kv_heads: that the model's config names.
@@ -63,7 +63,7 @@ class StateKind:
 
     @classmethod
     def of(cls, spec: Any, heads: int, layers: int, **more: int) -> StateKind:
-        """That of so many layers with a spec that it serves, which have so many `heads`."""
+        """The kind of `layers` layers with this spec, whose blocks can be cut into `heads`."""
         per_token = spec.page_size_bytes // spec.block_size * layers
         return cls(heads, spec.block_size, per_token * heads // spec.num_heads, **more)
 
@@ -96,7 +96,7 @@ class StateKind:
     # ---------------------------------------------------------------- blocks of a request
 
     def skipped(self, tokens: int) -> int:
-        """Of a request's computed tokens, how many of the first are not needed any more: `held`."""
+        """How many of a request's first computed tokens are not needed any more; see `held`."""
         return 0
 
     def held(self, tokens: int) -> range:
@@ -169,7 +169,7 @@ class LatentAttention(FullAttention):
     """What a token leaves is a latent vector of which all heads make their keys and values.
 
     A rank needs it whole whatever its heads are. So a block is as large in every layout, and the
-    ranks of a group hold the same ones: what a replica of an engine holds does not grow with tp.
+    ranks of a replica hold the same ones: what a replica can hold does not grow with tp.
     Sparse attention, whose indexers have caches of their own, is refused by the model.
     """
 
@@ -238,9 +238,9 @@ class ChunkedAttention(StateKind):
 class LinearAttention(StateKind):
     """A request has one state, of its last token: a slot, whatever the number of its tokens.
 
-    A head is a key head with the value heads that read it; of Mamba2 a group with its heads, whose
-    B, C and x are keys, queries and values. Its part of a slot is in segments: of the convolution's
-    rows, each of which has all queries, keys and values, and of the matrices.
+    A head is a key head with the value heads that read it; in Mamba2 a group with its heads, whose
+    B, C and x are keys, queries and values. In a slot a head has several segments: in each row of
+    the convolution its queries, keys and values, and then its matrices.
     With prefix caching vLLM keeps a state for each block of tokens, too, where a prompt's part
     ended there: they are blocks of which a request needs the last one. Without, a block is as long
     as the longest context.
@@ -314,8 +314,8 @@ class LinearAttention(StateKind):
         return self.slot_bytes if tokens else 0
 
     def most_blocks(self, tokens: int, room: int) -> int:
-        # The last state is there until the next one is. A step of many tokens needs no others; what
-        # PAT itself makes for measurements has them.
+        # The last state is there until the next one is. A step of many tokens needs no others,
+        # though PAT's own requests for measurements have them.
         return min(super().most_blocks(tokens, room), -(-room // self.block_size) + 1)
 
 
@@ -351,14 +351,14 @@ def _parts_of_slot(spec: Any) -> list[tuple[int, int, tuple[int, ...]]]:
 KINDS: list[type[StateKind]] = [
     *(FullAttention, LatentAttention, SlidingWindow, ChunkedAttention, LinearAttention)
 ]
-"""All that are served."""
+"""All classes of kinds that are served."""
 
 Kinds: TypeAlias = Sequence[StateKind]
-"""Those of an engine, in the order of vLLM's KV cache groups."""
+"""The kinds of an engine, one for each of vLLM's KV cache groups, in their order."""
 
 
 def class_of(spec: Any) -> type[StateKind] | None:
-    """The kind of one of vLLM's specs; None: layouts cannot share it."""
+    """The class of kinds that serves one of vLLM's specs; None: layouts cannot share it."""
     return next((kind for kind in KINDS if kind.serves(spec)), None)
 
 
@@ -397,7 +397,7 @@ def longest_hit(kinds: Kinds, most: int, is_cached: Callable[[int, int], bool]) 
 
 
 def fewest_heads(specs: Iterable[Any], num_kv_heads: int, tp: int) -> int:
-    """`heads` of that of these specs which is cut into fewest parts; see `StateKind.heads_in`."""
+    """The fewest `heads` of any of these specs; see `StateKind.heads_in`."""
     heads = [kind.heads_in(spec, num_kv_heads, tp) for spec in specs if (kind := class_of(spec))]
     return min(heads, default=num_kv_heads)
 
@@ -408,7 +408,7 @@ def block_size(kinds: Kinds) -> int:
 
 
 def densest(kinds: Kinds) -> int:
-    """The group that keeps most blocks of a request."""
+    """Index of the group that keeps most blocks of a request."""
     return max(range(len(kinds)), key=lambda group: len(kinds[group].held(1 << 24)))
 
 

@@ -1,4 +1,4 @@
-"""Responses by prompt, bounded in bytes."""
+"""Responses to earlier prompts, which drafts are made from; bounded in bytes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ BETWEEN_ROWS = -1
 LONGEST = 32
 """Tokens of a match beyond which longer ones are not told apart."""
 TAIL_TOKENS = 8
-"""Of the prompt, before each response, so that its first tokens are found, too."""
+"""Tokens of the prompt before each response in its row, so that its first tokens are found, too."""
 MOST_ROWS = 128
-"""Of a request: short responses to one prompt may be many."""
+"""Rows that a request drafts from, at most: short responses to one prompt may be many."""
 _TOKEN_BYTES = 4
 
 Key = bytes
@@ -83,7 +83,7 @@ class Corpus:
         return [(key, next(rows[key])) for key in self._ages]
 
     def restore(self, key: Key, tokens: np.ndarray) -> Row:
-        """Take up the tokens of a row, which an earlier corpus may have had."""
+        """Take up the tokens of a row: of a new one, or of one from an earlier corpus."""
         row = Row(self._added, tokens)
         self._added += 1
         self._rows.setdefault(key, deque()).append(row)

@@ -21,7 +21,7 @@ def choose_bundles(
     Args:
         nodes: node of each bundle that has a device.
         ranks: how many are needed.
-        wanted: `VLLM_RAY_BUNDLE_INDICES`, if set; else the first bundles of a node that has
+        wanted: `VLLM_RAY_BUNDLE_INDICES`, if set; None: the first bundles of a node that has
             enough, preferably of `engine_node`.
 
     Raises:

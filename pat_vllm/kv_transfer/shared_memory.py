@@ -17,19 +17,19 @@ import torch
 import torch.distributed as dist
 
 _PAGE = 4096
-_SHAPE_WORDS = 2
+_FIXED_WORDS = 2
 """Words of a segment's header before the starts of its parts: barriers passed, bytes of data."""
 _KEPT_BYTES = 64 << 20
 """Staging memory that is kept from one switch to the next; what is larger is given back."""
 _TIMEOUT_SECONDS = 300.0
 _SPINS = 20_000
-"""Looks at a flag before a waiting rank sleeps between them."""
+"""Times that a waiting rank polls a flag before it sleeps between polls."""
 
 _fence_lock = threading.Lock()
 
 
 class SharedMemoryTransport:
-    """A `Transport` over shared memory. Made by `connect`."""
+    """A `Transport` (`kv_transfer/exchange.py`) over shared memory. Made by `connect`."""
 
     depth = 1
     receives = False
@@ -46,13 +46,13 @@ class SharedMemoryTransport:
 
     @classmethod
     def connect(cls, group: dist.ProcessGroup) -> SharedMemoryTransport | None:
-        """Share memory with all ranks of a group over CPU. Every rank calls it.
+        """Share memory with all ranks of a CPU process group. Every rank calls it.
 
         Returns:
-            None, on every rank, when the ranks are not all on one host.
+            None, on every rank, when one cannot map the memory of all, or ranks are too many.
         """
         world_size = dist.get_world_size(group)
-        if world_size > _PAGE // 8 - _SHAPE_WORDS:
+        if world_size > _PAGE // 8 - _FIXED_WORDS:
             return None
         own = _Segment.create()
         addresses: list[str | None] = [None] * world_size
@@ -77,7 +77,7 @@ class SharedMemoryTransport:
         self._own.resize(sum(send_counts) * size)
         start = 0
         for peer, count in enumerate(send_counts):
-            self._own.header[_SHAPE_WORDS + peer] = start
+            self._own.header[_FIXED_WORDS + peer] = start
             start += count * size
         self.send = self._own.part(0, start).view(dtype)
         self._dtype = dtype
@@ -92,7 +92,7 @@ class SharedMemoryTransport:
             self._parts = []
             for segment, size in zip(self._segments, self._receive_bytes, strict=True):
                 segment.follow()
-                start = int(segment.header[_SHAPE_WORDS + self._rank])
+                start = int(segment.header[_FIXED_WORDS + self._rank])
                 self._parts.append(segment.part(start, size).view(self._dtype))
         return self._parts
 
@@ -206,6 +206,6 @@ class _Segment:
 
 
 def _fence() -> None:
-    """A full memory barrier, which a lock is: other processes see stores in this order."""
+    """A full memory barrier (taking a lock is one): stores before it are seen before later ones."""
     with _fence_lock:
         pass

@@ -40,7 +40,7 @@ class MetricUpdates:
         """Whether something happened that does not wait for the next statistics."""
         return bool(self._events)
 
-    # What is the case
+    # Gauges
 
     def state(self, layout: Layout, num_seqs: Sequence[int]) -> None:
         """The layout in use, and the unfinished requests of each replica."""
@@ -58,13 +58,13 @@ class MetricUpdates:
                 self._set(names.DRAFT_LENGTH, (str(replica),), 0)
 
     def drafted(self, replica: int, length: int, counts: DraftCounts) -> None:
-        """A replica's step verified drafts, and asks for so many draft tokens a request."""
+        """A replica's step verified drafts; `length` draft tokens a request are asked for next."""
         self._set(names.DRAFT_LENGTH, (str(replica),), length)
         if counts.repeated_drafted:
             self._totals[names.REPEATED_DRAFTED] += counts.repeated_drafted
             self._totals[names.REPEATED_ACCEPTED] += counts.repeated_accepted
 
-    # What happens
+    # Events
 
     def switched(self, switch: SwitchReport) -> None:
         pair = str(switch.source), str(switch.target)
@@ -79,13 +79,13 @@ class MetricUpdates:
         for estimate in names.ESTIMATES:
             times = getattr(batch, estimate)
             for way in names.WAYS:
-                # An estimate may fall short of nothing; a counter cannot.
+                # An estimate may be negative; a counter cannot fall.
                 self._add(names.BATCH_SECONDS, (estimate, way), max(0.0, getattr(times, way)))
 
-    # On the way
+    # To the front end
 
     def take(self) -> dict[str, Any] | None:
-        """What happened, for `updates_of`, of what msgpack and JSON know; None: nothing."""
+        """What happened, as msgpack and JSON can carry it, for `updates_of`; None: nothing."""
         gauges = [Update(*series, value) for series, value in self._gauges.items()]
         totals = [Update(name, (), value) for name, value in self._totals.items()]
         if not (taken := [*self._events, *totals, *gauges]):

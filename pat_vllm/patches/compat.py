@@ -44,10 +44,10 @@ def forget_kv_fetch(scheduler: Scheduler, request: Request) -> None:
 
 
 def drain_carried_requests(scheduler: Scheduler) -> None:
-    """Have a pause that waits for running requests wait for those, too, that hold KV.
+    """Have a pause that waits for running requests also wait for waiting ones that hold KV.
 
     Without it: 0.31 neither runs nor counts what a switch has carried, and the pause ends before
-    these requests do. Missing seam: as in `patches/schedulers.py`.
+    these requests do. vLLM has no hook for it.
     """
     if hasattr(scheduler, "_set_kv_fetch_stage"):
         return
@@ -84,13 +84,13 @@ def drain_carried_requests(scheduler: Scheduler) -> None:
 
 
 def external_weight_memory(loader: BaseModelLoader, config: VllmConfig) -> int:
-    """Bytes of weights that another process holds. 0.31 neither has such loaders nor asks."""
+    """Bytes of weights that another process holds. 0.31 has no such loaders."""
     memory: int = getattr(loader, "get_external_weight_memory")(config)  # noqa: B009
     return memory
 
 
 class MakesModelRunner(_Worker):
-    """Of vLLM's GPU worker: it makes its model runner in a method.
+    """A GPU worker of vLLM that makes its model runner in a method.
 
     0.31 names the runner's class in `init_device`.
     """
@@ -114,7 +114,7 @@ class MakesModelRunner(_Worker):
 
 @contextmanager
 def use_memory_pool(tag: str) -> Iterator[None]:
-    """vLLM's pool of sleep mode for a tag, of which several are kept, and trimmed by the next.
+    """vLLM's sleep-mode pool for a tag. Earlier pools of the tag are kept, and trimmed here.
 
     0.31 drops the pool that the tag had before, whose tensors live on.
     """

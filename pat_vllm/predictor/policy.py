@@ -22,7 +22,7 @@ and a decision would take its first requests for its tail."""
 class Policy:
     """Chooses the layout. `choose` is asked before each step; the rest tells it what happens.
 
-    All but `report` is called on the engine's thread and must take microseconds, decisions aside.
+    All but `report` are called on the engine's thread and must take microseconds, decisions aside.
     Times are seconds on one monotonic clock, which a simulator may make up.
     """
 
@@ -46,7 +46,7 @@ class Policy:
     def finished(self, now: float, num_output_tokens: int, complete: bool) -> None:
         """A response ended. It is not `complete` when an abort or `max_tokens` cut it short.
 
-        Nobody tells of responses whose length was prescribed.
+        It is not called for responses whose length was prescribed.
         """
 
     def ended(self, now: float, turn: Turn, num_tokens: int) -> None:
@@ -66,8 +66,8 @@ class Policy:
     ) -> None:
         """A replica finished a step that could have verified drafts; see `Acceptance.observe`.
 
-        Where there were both, it is told of once for requests with earlier responses (`repeated`)
-        and once for the others.
+        It is called twice for a step that had both kinds of requests: with earlier responses
+        (`repeated`), and without.
         """
 
     def interrupted(self) -> None:
@@ -82,20 +82,19 @@ class Policy:
     def refused(self, now: float) -> None:
         """The switch that was asked for could not be made.
 
-        The engine asks no policy again for a while (`REFUSED_BACK_OFF` of its layout controller),
-        so that none needs a pause of its own.
+        The engine asks no policy again for about a second, so that none needs a pause of its own.
         """
 
     def is_over(self, now: float) -> bool:
-        """Whether the batch is over if no request is left. Else some are expected to be
-        continued."""
+        """Whether the batch is over if no request is left. Else some are expected to go
+        on, with a next turn."""
         return True
 
     def idle(self, now: float) -> None:
         """The batch is over. No request is left."""
 
     def report(self, since: float = -math.inf) -> PredictorReport:
-        """What was decided, or nearly, and how the predictions do.
+        """What was decided, or almost was, and how the predictions do.
 
         It may be called from every thread, beside the engine's. So it only reads.
 

@@ -47,7 +47,7 @@ class PATScheduler(SchedulerInterface):
         include_finished_set: bool = False,
         log_stats: bool = False,
     ) -> None:
-        """See vLLM's `SchedulerInterface`. `kv_cache_config` is the narrowest (base) layout's."""
+        """See vLLM's `SchedulerInterface`. `kv_cache_config` is that of the base layout."""
         self.kv_cache_config = kv_cache_config
         # vLLM's engine core reads these two. The replicas' connectors serve switches only.
         self.connector = None
@@ -93,14 +93,14 @@ class PATScheduler(SchedulerInterface):
         """Update the replicas whose steps have finished, whichever engine step started them.
 
         Args:
-            scheduler_output: not used: the steps that have finished may be of earlier ones.
+            scheduler_output: not used: the finished steps may belong to earlier outputs.
             model_runner_output: `list[StepResult]` from the executor.
         """
         self.replica_set.finish(model_runner_output)
         outputs = self.replica_set.take_outputs()
-        for client in outputs.values():
-            if client.scheduler_stats is not None:
-                whole_engine(client.scheduler_stats, self)  # its gauges are one replica's
+        for output in outputs.values():
+            if output.scheduler_stats is not None:
+                whole_engine(output.scheduler_stats, self)  # its gauges are one replica's
         if self.monitor.metrics is not None:
             num_seqs = [replica.num_seqs for replica in self._replicas]
             self.monitor.metrics.state(self.replica_set.layout, num_seqs)
@@ -133,7 +133,7 @@ class PATScheduler(SchedulerInterface):
         return self.replica_set.has_work or self.controller.has_switch_requests
 
     def has_request(self, request_id: str) -> bool:
-        """vLLM 0.33 asks in a pause that refuses requests: a session's next input is let in."""
+        """Asked by vLLM 0.33 in a pause that refuses requests: a session's next input may enter."""
         return self.monitor.requests.replica_of(request_id) is not None
 
     def get_request_counts(self) -> tuple[int, int]:

@@ -25,14 +25,14 @@ COMPUTE_EFFICIENCY = 0.79
 """Share of the tensor peak that large matrix products reach: fitted."""
 
 OVERLAP = 2.3
-"""Reading (r) and computing (c) hide each other in part: both take (r^q + c^q)^(1/q), with this q.
-Without bound it would be the longer of the two, with 1 their sum. Fitted."""
+"""Reading (r) and computing (c) hide each other in part: together they take (r^q + c^q)^(1/q), with
+this q. An infinite q would be the longer of the two, 1 their sum. Fitted."""
 
 STEP_OVERHEAD = 1.25e-3
 """Seconds of scheduling, sampling and output handling per step that the GPU waits for: fitted."""
 
 SAMPLED_TOKEN = 5.3e-6
-"""Seconds more for each token that is sampled, from 152 thousand: fitted, to torch's sampling."""
+"""Seconds more per token sampled, of a vocabulary of 152 thousand: fitted, to torch's sampling."""
 
 KERNELS_PER_LAYER = 5
 KERNEL_OVERHEAD = 4e-6
@@ -41,8 +41,8 @@ write, activation, combining of attention splits): 3-5 microseconds each, in a C
 
 EXPERT_KERNELS = 4
 """More of such kernels in a layer with experts: the router's product, the choice of experts, the
-sorting of tokens by them, the sum of what they give. By vLLM's Triton experts; an assumption as to
-their times."""
+sorting of tokens by them, the sum of what they give. Counted in vLLM's Triton
+experts; their times are an assumption."""
 
 ALL_REDUCE_LATENCY: Mapping[str, tuple[float, float]] = {
     "nvlink": (6e-6, 2e-6),
@@ -91,9 +91,9 @@ class Machine:
     drafting: float = 0.0
 
     def expert_load(self, layout: Layout, tokens: int) -> ExpertLoad:
-        """Of a mixture: what a layer's experts are for the rank of a replica that has most to do.
+        """In a mixture of experts: what a layer's busiest rank has to do.
 
-        Cut experts are a part of an expert each, for every rank alike.
+        With cut experts every rank has a part of each, so all have the same to do.
         """
         experts = self.model.experts
         assert experts is not None
@@ -159,7 +159,7 @@ class Machine:
         return self.model.state_bytes(1) / heads * _moved_heads(source, target, heads)
 
     def moved_experts(self, source: Layout, target: Layout, base: Layout) -> float:
-        """Weights of experts that trade places on a rank, from one layout to another.
+        """Number of experts' weights that move within a rank, from one layout to another.
 
         Where experts are cut, those rows of a rank's part come to gate's that are up's, and as many
         leave. Where they are whole, and in the base layout, they lie as they were loaded.
@@ -168,8 +168,12 @@ class Machine:
             return 0.0
         experts = self.model.experts
         held = experts.most_on_rank(base.tp) if base.experts == "ep" else experts.count
-        parts = sum(1 / end.tp for end in (source, target) if end.experts == "tp" and end != base)
-        return experts.layers * held * 2 * experts.intermediate * self.model.hidden * parts
+        share = sum(
+            1 / layout.tp
+            for layout in (source, target)
+            if layout.experts == "tp" and layout != base
+        )
+        return experts.layers * held * 2 * experts.intermediate * self.model.hidden * share
 
     def switch(
         self, source: Layout, target: Layout, live: int, tokens: int, base: Layout

@@ -162,7 +162,7 @@ def test_speeds_stand_for_shares_of_accepted_drafts(share: float) -> None:
 # What is ahead of them
 
 
-def outlook_seconds(
+def forecast_seconds(
     remaining: Ints,
     tokens: Floats,
     each: float = 0.0,
@@ -197,7 +197,7 @@ requests = st.lists(st.tuples(st.integers(1, 5000), st.floats(1.0, 5.0)), min_si
 @given(requests)
 def test_a_batch_takes_as_long_as_its_slowest_request(batch: list[tuple[int, float]]) -> None:
     remaining, tokens = (np.array(column) for column in zip(*batch, strict=True))
-    assert outlook_seconds(remaining, tokens) == pytest.approx((remaining / tokens).max())
+    assert forecast_seconds(remaining, tokens) == pytest.approx((remaining / tokens).max())
 
 
 @settings(max_examples=60)
@@ -206,13 +206,13 @@ def test_each_request_pays_for_its_own_steps(batch: list[tuple[int, float]], eac
     remaining, tokens = (np.array(column) for column in zip(*batch, strict=True))
     steps = remaining / tokens
     expected = steps.max() + each * (steps.sum() - steps.max())
-    assert outlook_seconds(remaining, tokens, each) == pytest.approx(expected)
+    assert forecast_seconds(remaining, tokens, each) == pytest.approx(expected)
 
 
 def test_with_other_drafts_each_request_pays_for_its_own_steps() -> None:
     """All are to end together; with the other drafts all but one end in half of the time."""
     remaining, tokens = np.array([101] + [100] * 49), np.array([1.0] + [2.0] * 49)
-    seconds = outlook_seconds(remaining, tokens, 0.1, now=np.ones(50))
+    seconds = forecast_seconds(remaining, tokens, 0.1, now=np.ones(50))
     assert seconds == pytest.approx(101 + 0.1 * 49 * 50, rel=0.05)
 
 
@@ -220,7 +220,7 @@ def test_steps_of_mixtures_take_long_while_requests_end_one_after_another() -> N
     """All are to end together, after 100 steps; with the other drafts between 50 and 100."""
     steps = np.linspace(100, 50, 50)
     remaining = np.array([101] + [100] * 49)
-    seconds = outlook_seconds(remaining, 100 / steps, now=np.ones(50), saturating=8)
+    seconds = forecast_seconds(remaining, 100 / steps, now=np.ones(50), saturating=8)
     live = (np.arange(100)[:, None] < steps).sum(axis=1)
     assert seconds == pytest.approx((1 + 8 * (1 - 0.9**live)).sum(), rel=0.03)
 

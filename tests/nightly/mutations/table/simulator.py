@@ -43,7 +43,7 @@ MUTATIONS = mutations({
     "tests/unit/simulator/modelled/test_expert_load.py": [
         ("experts of the mean rank are read", "simulator.modelled.expert_load:busiest", "hot.max(axis=1)", "hot.mean(axis=1)"),
         ("work does not vary between ranks", "simulator.modelled.expert_load:busiest", "tokens**0.5 * off", "0 * off"),
-        ("experts of the base layout are moved", "simulator.modelled.roofline:Machine.moved_experts", " and end != base", ""),
+        ("experts of the base layout are moved", "simulator.modelled.roofline:Machine.moved_experts", " and layout != base", ""),
     ],
     "tests/unit/simulator/modelled/test_hardware.py": [
         ("experts are read whole where they are cut", "simulator.modelled.roofline:Machine.step", "memory += load.hot * model.expert_weights", "memory += load.hot * tp * model.expert_weights"),
