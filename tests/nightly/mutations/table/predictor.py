@@ -69,6 +69,7 @@ MUTATIONS = mutations({
         ("a switch is not held", "predictor.adaptive:AdaptivePolicy._hysteresis_end", "_HYSTERESIS * (", "0 * ("),
         ("what runs is not observed", "predictor.adaptive:AdaptivePolicy._decide", "self._lengths.observe_running(live)", "pass"),
         ("all batches open in the base layout", "predictor.adaptive:AdaptivePolicy._open", "self.default_layout = min(", "min("),
+        ("where half of the requests have ended it plans no sooner", "predictor.adaptive:AdaptivePolicy._due", "_URGENT_SHARE if halved", "_PLANNING_SHARE if halved"),
         ("it plans before each step", "predictor.adaptive:AdaptivePolicy._due", "> _NEWS * live", ">= 0"),
         ("real steps teach nothing", "predictor.step_time:StepTimeModel.observe", "self._correction.observe(layout, shape.batch, ratio, drafts)", "1.0"),
         ("the engine's cost model hears of switches twice", "predictor.adaptive:AdaptivePolicy.switched", "if self._own_costs", "if True"),
@@ -83,6 +84,7 @@ MUTATIONS = mutations({
     ],
     "tests/unit/predictor/test_length_model.py": [
         ("prescribed lengths teach", "predictor.length_model:LengthModel.observe_running", "~live.exact & ", ""),
+        ("responses longer than the bound are left out", "predictor.length_model:LengthModel._refresh", "if pool[:, len(self._edges) - 1 :].any():", "if False:"),
         ("earlier batches are forgotten", "predictor.length_model:LengthModel._refresh", " + self.history", ""),
         ("responses that were cut short count as ended", "predictor.length_model:pool_of", "at[ended]", "at"),
     ],
