@@ -25,6 +25,7 @@ def prepare_drafter(runner: RunnerV1 | RunnerV2) -> None:
         skip_empty_drafts(runner)
         take_every_draft_length(runner)
         draft_near_the_longest_context(runner)
+        end_thinking_in_own_rows(runner)
 
 
 def use_drafter(runner: RunnerV1 | RunnerV2, drafter: Any) -> None:
@@ -169,6 +170,28 @@ def draft_near_the_longest_context(runner: RunnerV1 | RunnerV2) -> None:
     assert runner.speculative_config is not None
     if not is_v2(runner) and runner.speculative_config.method == "ngram":
         replace(runner, "_input_fits_in_drafter", lambda original: _is_attended)
+
+
+def end_thinking_in_own_rows(runner: RunnerV1 | RunnerV2) -> None:
+    """Have a Model Runner V1 force the phrase that ends thinking in a step without drafts, too.
+
+    Without it: with a drafter, vLLM counts a request's rows of logits by its drafts. In a step
+    without any, each request has none by that, and the first request of the batch gets the tokens
+    that all others are to get. Missing seam: a sampler that tells the processor whether it verifies
+    drafts.
+    """
+    if is_v2(runner):
+        return
+
+    def sample(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(logits: Any, spec_decode_metadata: Any, *args: Any, **options: Any) -> Any:
+            if (holder := runner.input_batch.thinking_budget_state_holder) is not None:
+                holder.in_spec_mode = spec_decode_metadata is not None
+            return original(logits, spec_decode_metadata, *args, **options)
+
+        return call
+
+    replace(runner, "_sample", sample)
 
 
 def _is_attended(common_attn_metadata: Any) -> bool:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+
+from vllm.v1.sample.logits_processor.interface import MoveDirectionality
 
 from pat_vllm.patches.replacing import replaced
 
 if TYPE_CHECKING:
     import torch
     from typing_extensions import TypeIs
+    from vllm.v1.sample.logits_processor.interface import AddedRequest, BatchUpdate
     from vllm.v1.utils import CpuGpuBuffer
     from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
+    from vllm.v1.worker.gpu.sample.sampler import Sampler
     from vllm.v1.worker.gpu_input_batch import InputBatch
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner as RunnerV1
 
@@ -236,3 +241,59 @@ def share_grammar_bitmask(runner: RunnerV2, host: RunnerV2) -> None:
         rows = len(own.grammar_bitmask)
         assert rows <= len(shared.grammar_bitmask)
         own.grammar_bitmask = shared.grammar_bitmask[:rows]
+
+
+def restore_added_rows(
+    processor: Any,
+    method: str,
+    carried: Callable[[Sequence[AddedRequest]], Iterable[tuple[AddedRequest, Callable[[], None]]]],
+) -> None:
+    """Have a logits processor of a Model Runner V1 get the state of rows that others had.
+
+    Without it: a request that comes from another layout's runner begins anew in it, in the middle
+    of a phrase that it forces. Missing seam: a batch update that brings a row's state.
+
+    Args:
+        method: its method that takes batch updates.
+        carried: says which of the added requests come from another runner, and what is to be called
+            when the processor knows them.
+    """
+    update = getattr(processor, method)
+
+    def update_in_two(batch_update: BatchUpdate | None) -> None:
+        restores = list(carried(batch_update.added)) if batch_update else []
+        if batch_update is None or not restores:
+            update(batch_update)
+            return
+        arrived = [request for request, _ in restores]
+        update(replace(batch_update, added=arrived, moved=[]))
+        for _, restore in restores:
+            restore()
+        # What follows from rows is computed again. A processor that counts steps here has counted
+        # this one for the others only now.
+        added = [request for request in batch_update.added if request not in arrived]
+        row = arrived[0][0]
+        unmoved = [(row, row, MoveDirectionality.SWAP)]
+        update(
+            replace(batch_update, removed=[], added=added, moved=[*unmoved, *batch_update.moved])
+        )
+
+    setattr(processor, method, update_in_two)
+
+
+def restore_written_rows(sampler: Sampler, restore: Callable[[], bool]) -> None:
+    """Have a Model Runner V2 call `restore` when its logits processors know of new requests.
+
+    Without it: see `restore_added_rows`. Missing seam: a logits processor that is given a state.
+
+    Args:
+        restore: returns whether it has changed what they keep.
+    """
+    apply = sampler.apply_staged_writes
+
+    def apply_and_restore() -> None:
+        apply()
+        if restore():
+            apply()  # what they keep on the host, too, has to come to the device again
+
+    sampler.apply_staged_writes = apply_and_restore  # type: ignore[method-assign]

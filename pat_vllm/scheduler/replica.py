@@ -43,6 +43,9 @@ class Replica:
         self.decode_steps = 0
         self._drafts: DraftTokenIds | None = None
         self._finished_at = 0.0
+        self._thinking_without_drafts = (
+            scheduler.vllm_config.reasoning_config is not None and not scheduler.use_v2_model_runner
+        )
 
     @property
     def connector(self) -> PATConnector:
@@ -96,7 +99,20 @@ class Replica:
             self._drafts = drafts
         elif drafts is not None:
             self.scheduler.update_draft_token_ids(drafts)
+            if self._thinking_without_drafts:
+                self._drop_drafts_of_thinking(drafts.req_ids)
         return outputs
+
+    def _drop_drafts_of_thinking(self, request_ids: Iterable[str]) -> None:
+        """Verify no drafts of requests with a thinking budget.
+
+        Over drafts Model Runner V1 loses its place in the phrase that ends thinking.
+        """
+        for request_id in request_ids:
+            request = self.scheduler.requests.get(request_id)
+            params = request and request.sampling_params
+            if request and params and params.thinking_token_budget is not None:
+                request.spec_token_ids = []
 
     def cadence(self, now: float, seconds: float) -> float:
         """Seconds from the end of the last step to that of one which ends now.

@@ -7,8 +7,9 @@ each of vLLM's model runners.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
@@ -21,12 +22,16 @@ from pat_vllm.executor.messages import SwitchCommand
 from pat_vllm.patches.runners import (
     forget_sampled_tokens,
     is_v2,
+    restore_added_rows,
+    restore_written_rows,
     share_grammar_bitmask,
     share_penalty_counts,
 )
 from pat_vllm.worker.drafters import forget_texts
+from pat_vllm.worker.logits_processors import CarriedState, Lists, Packed, is_users
 
 if TYPE_CHECKING:
+    from vllm.v1.sample.logits_processor.interface import AddedRequest
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner as RunnerV1
 
@@ -39,8 +44,12 @@ RequestState = Any
 class RequestStateTransfer(Protocol):
     """Takes request state out of a model runner and puts it into another of the same kind."""
 
-    keeps_states: ClassVar[bool]
+    keeps_states: bool
     """Whether there is any to take. The same on all ranks."""
+
+    def watch(self, runner: Any) -> None:
+        """Look at a runner that is complete, and has had no requests yet."""
+        ...
 
     def take(self, runner: Any, request_ids: Iterable[str]) -> dict[str, RequestState]:
         """State of those of the requests that `runner` knows, picklable."""
@@ -116,14 +125,15 @@ class _V1State:
     output_token_ids: np.ndarray
     generator_state: torch.Tensor | None
     num_prompt_logprobs: int | None
+    processors: Sequence[Packed | None]
 
 
 class V1RequestStateTransfer:
     """For `vllm.v1.worker.gpu_model_runner`: resumed requests are looked up in `requests`."""
 
-    keeps_states: ClassVar[bool] = True
+    keeps_states = True
 
-    _NEW = frozenset(
+    _NEW: ClassVar[frozenset[str]] = frozenset(
         {
             "prompt_token_ids",
             "output_token_ids",
@@ -135,8 +145,23 @@ class V1RequestStateTransfer:
     )
     """Fields of vLLM's state that are packed, or begin anew: drafts are dropped at a switch."""
 
+    def __init__(self) -> None:
+        self._carried: dict[int, list[CarriedState]] = {}
+
+    def watch(self, runner: RunnerV1) -> None:
+        batch = runner.input_batch
+        carried = self._carried[id(runner)] = []
+        processors = [(p, "update_state") for p in batch.logitsprocs.all if is_users(p)]
+        if batch.thinking_budget_state_holder is not None:
+            processors.append((batch.thinking_budget_state_holder, "sync_batch"))
+        for processor, method in processors:
+            state = CarriedState(processor, batch.max_num_reqs, runner.device)
+            restore_added_rows(processor, method, partial(_restore_added, runner, state))
+            carried.append(state)
+
     def take(self, runner: RunnerV1, request_ids: Iterable[str]) -> dict[str, _V1State]:
         states = {}
+        rows = runner.input_batch.req_id_to_index
         for request_id in request_ids:
             state: CachedRequestState | None = runner.requests.get(request_id)
             if state is None:
@@ -151,6 +176,10 @@ class V1RequestStateTransfer:
                 output_token_ids=np.asarray(state.output_token_ids, dtype=np.int32),
                 generator_state=state.generator.get_state() if state.generator else None,
                 num_prompt_logprobs=runner.num_prompt_logprobs.get(request_id),
+                processors=[
+                    carried.take(request_id, rows.get(request_id), _lists_of(state))
+                    for carried in self._carried.get(id(runner), ())
+                ],
             )
         return states
 
@@ -171,9 +200,11 @@ class V1RequestStateTransfer:
             )
             if packed.num_prompt_logprobs is not None:
                 runner.num_prompt_logprobs[request_id] = packed.num_prompt_logprobs
+            _wait(self._carried.get(id(runner), ()), request_id, packed.processors)
 
     def clear(self, runner: RunnerV1) -> None:
         _finish(runner, set(runner.requests))
+        _forget(self._carried.get(id(runner), ()))
         forget_sampled_tokens(runner.input_batch)
 
     def share(self, host: RunnerV1, runner: RunnerV1) -> None:
@@ -190,28 +221,101 @@ def _pack(token_ids: list[int] | None) -> np.ndarray | None:
     return None if token_ids is None else np.asarray(token_ids, dtype=np.int32)
 
 
+def _lists_of(state: CachedRequestState) -> Lists:
+    """The lists that logits processors of Model Runner V1 are given for a request."""
+    return {"prompt": state.prompt_token_ids, "output": state.output_token_ids}
+
+
+def _restore_added(
+    runner: RunnerV1, state: CarriedState, added: Sequence[AddedRequest]
+) -> Iterator[tuple[AddedRequest, Callable[[], None]]]:
+    """Of requests that come to a batch those that another layout's runner had, and what gives each
+    its row's state back."""
+    state.keep(runner.requests)
+    by_list = {id(runner.requests[id_].output_token_ids): id_ for id_ in state.waiting}
+    for request in added:
+        row, _, _, output = request
+        if (request_id := by_list.get(id(output))) is not None:
+            lists = _lists_of(runner.requests[request_id])
+            yield request, partial(state.restore, request_id, row, lists)
+
+
+@dataclass(frozen=True)
+class _V2State:
+    """What the user's logits processors keep for a request."""
+
+    processors: Sequence[Packed | None]
+
+
 class V2RequestStateTransfer:
     """For `vllm.v1.worker.gpu.model_runner`: requests resume as new ones with their tokens.
 
-    No state is carried. The scheduler sends all tokens, from which the runner rebuilds penalties
-    and the like. Random numbers are a function of seed and position. A request without a seed draws
-    a new one, which is the same on all ranks of its replica, because a switch seeds their
-    generators alike. The prompt logprobs of a half-computed prompt cannot be rebuilt; the scheduler
-    has such a prompt computed again.
+    The scheduler sends all tokens, from which the runner rebuilds penalties, thinking budgets and
+    the like. Random numbers are a function of seed and position. A request without a seed draws a
+    new one, which is the same on all ranks of its replica, because a switch seeds their generators
+    alike. The prompt logprobs of a half-computed prompt cannot be rebuilt; the scheduler has such a
+    prompt computed again. Only what logits processors of the user's keep is carried.
     """
 
-    keeps_states: ClassVar[bool] = False
+    def __init__(self) -> None:
+        self.keeps_states = False
+        self._carried: dict[int, list[CarriedState]] = {}
 
-    def take(self, runner: RunnerV2, request_ids: Iterable[str]) -> dict[str, None]:
-        return {}
+    def watch(self, runner: RunnerV2) -> None:
+        states, sampler = runner.req_states, runner.sampler
+        # vLLM 0.31 has no processors of the user's here.
+        processors = [p for p in getattr(sampler, "logits_processors", ()) if is_users(p)]
+        carried = self._carried[id(runner)] = [
+            CarriedState(p, states.max_num_reqs, runner.device, foreign=vars(states).values())
+            for p in processors
+        ]
+        if carried:
+            self.keeps_states = True
+            restore_written_rows(sampler, partial(_restore_written, runner, carried))
 
-    def restore(self, runner: RunnerV2, states: Mapping[str, None]) -> None:
-        return
+    def take(self, runner: RunnerV2, request_ids: Iterable[str]) -> dict[str, _V2State]:
+        carried, rows = self._carried.get(id(runner), ()), runner.req_states.req_id_to_index
+        taken = {
+            id_: [state.take(id_, rows.get(id_), {}) for state in carried] for id_ in request_ids
+        }
+        # Of a request that another replica has there is nothing here.
+        return {id_: _V2State(packed) for id_, packed in taken.items() if any(packed)}
+
+    def restore(self, runner: RunnerV2, states: Mapping[str, _V2State]) -> None:
+        for request_id, packed in states.items():
+            _wait(self._carried.get(id(runner), ()), request_id, packed.processors)
 
     def clear(self, runner: RunnerV2) -> None:
         _finish(runner, set(runner.req_states.req_id_to_index))
+        _forget(self._carried.get(id(runner), ()))
         forget_texts(runner)
 
     def share(self, host: RunnerV2, runner: RunnerV2) -> None:
         share_penalty_counts(runner, host)
         share_grammar_bitmask(runner, host)
+
+
+def _restore_written(runner: RunnerV2, carried: Sequence[CarriedState]) -> bool:
+    """Give requests that have come from another layout's runner their rows' state back.
+
+    Returns:
+        Whether there were any.
+    """
+    rows = runner.req_states.req_id_to_index
+    arrived = [(s, id_) for s in carried for id_ in s.waiting.keys() & rows.keys()]
+    for state, request_id in arrived:
+        state.restore(request_id, rows[request_id], {})
+    return bool(arrived)
+
+
+def _wait(
+    carried: Sequence[CarriedState], request_id: str, processors: Sequence[Packed | None]
+) -> None:
+    for state, packed in zip(carried, processors, strict=True):
+        if packed is not None:
+            state.waiting[request_id] = packed
+
+
+def _forget(carried: Sequence[CarriedState]) -> None:
+    for state in carried:
+        state.waiting.clear()

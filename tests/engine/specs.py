@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.support.counting import REASONING
 from tests.support.pool import EngineSpec
 
 MIGRATE = {"kv_transfer": "migrate"}
@@ -29,9 +30,16 @@ FEATURES: dict[str, Any] = {
     "max_logprobs": 8,
     # Random models generate white space without end.
     "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
+    "reasoning_config": REASONING,
+}
+# vLLM refuses them beside speculation.
+PROCESSORS = {
+    "logits_processors": [
+        f"tests.support.logits_processors:{name}" for name in ("StepCounter", "OfEachRequest")
+    ]
 }
 
-DENSE = EngineSpec("dense", "qwen3", 2, MIGRATE, FEATURES)
+DENSE = EngineSpec("dense", "qwen3", 2, MIGRATE, FEATURES | PROCESSORS)
 BOTH_KINDS = {"experts": "both"}
 MIXTURE = EngineSpec("mixture", "qwen3_moe", 2, IN_PLACE | BOTH_KINDS, UPDATES | WHOLE_PROMPTS)
 FOUR_RANKS = EngineSpec("four ranks", "qwen3", 4, IN_PLACE, UPDATES | WHOLE_PROMPTS)
@@ -141,6 +149,7 @@ V2_CHUNK = 48
 """Tokens of a step, one and a half blocks: a longer prompt takes several steps."""
 V2_OPTIONS: dict[str, Any] = UPDATES | {
     "structured_outputs_config": FEATURES["structured_outputs_config"],
+    "reasoning_config": REASONING,
     "max_model_len": 256,
     "max_num_batched_tokens": V2_CHUNK,
 }
@@ -150,7 +159,12 @@ V2 = EngineSpec(
     4,
     IN_PLACE,
     # The threshold: so that wider layouts, with more tokens, have prompts in chunks, too.
-    V2_OPTIONS | {"max_num_seqs": 10, "long_prefill_token_threshold": V2_CHUNK},
+    V2_OPTIONS
+    | {
+        "max_num_seqs": 10,
+        "long_prefill_token_threshold": V2_CHUNK,
+        "logits_processors": ["tests.support.slot_processor:SlotCounter"],
+    },
     model_runner_v2=True,
 )
 # None, unless a length is asked for.

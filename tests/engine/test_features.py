@@ -19,6 +19,7 @@ import pytest
 
 import pat_vllm
 from tests.engine.specs import CHUNK, DENSE
+from tests.support.counting import PLACES, STOP_THINKING, THINK, assert_counted, counted
 from tests.support.engines import OPTIONS, Job, scheduler_of
 from tests.support.pool import EnginePool
 from tests.support.same import TOLERANCE
@@ -197,6 +198,13 @@ def jobs(llm: Any, plain: Any) -> dict[str, Job]:
             ),
         ),
         "several samples": Job(prompt(11, 35), seeded(30, 6, n=3)),
+        "thinking": Job(
+            [*prompt(14, 20), *tokenizer.encode(THINK)], greedy(50, thinking_token_budget=6)
+        ),
+        **{
+            f"counted in {place}": Job(prompt(15, 30), greedy(45, **counted(place)))
+            for place in (*PLACES, "adapter")
+        },
         "one token": Job(prompt(12, 70), greedy(1, logprobs=1)),
         "long": Job(prompt(13, 200), greedy(100, logprobs=0)),
     }
@@ -358,6 +366,19 @@ def test_several_samples(outcome: dict[str, Any]) -> None:
     assert [output.index for output in outputs] == [0, 1, 2]
     assert len({tuple(output.token_ids) for output in outputs}) == 3
     assert {len(output.token_ids) for output in outputs} == {30}
+
+
+def test_thinking_ends_with_one_whole_phrase(outcome: dict[str, Any]) -> None:
+    """Also where a switch comes in the middle of the phrase that vLLM forces."""
+    output = outcome["thinking"].outputs[0]
+    assert output.text.count(STOP_THINKING) == 1
+    assert output.text.count(STOP_THINKING[:5]) == 1
+
+
+@pytest.mark.parametrize("place", [*PLACES, "adapter"])
+def test_what_a_users_logits_processor_keeps(outcome: dict[str, Any], place: str) -> None:
+    """It goes on with its count, wherever it keeps that."""
+    assert_counted(list(outcome[f"counted in {place}"].outputs[0].token_ids))
 
 
 # ---------------------------------------------------------------- unseeded sampling

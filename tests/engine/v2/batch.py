@@ -16,7 +16,9 @@ import pat_vllm
 from tests.engine.specs import V2_CHUNK
 from tests.engine.speculation.batch import copies_of
 from tests.engine.v2.in_workers import idle_requests, runner_module
+from tests.support.counting import STOP_THINKING, THINK, counted
 from tests.support.engines import Job, Outcome, run, scheduler_of
+from tests.support.models import random_model
 from tests.support.pool import go_home
 from tests.support.same import PLAIN_TOLERANCE, assert_same, assert_teacher_forced, of_batch
 
@@ -25,7 +27,7 @@ STOP = 77
 MIN_TOKENS = 10
 REGEX = "(ab|cd){3}-[0-9]{8}"
 UNSEEDED = {"unseeded", "unseeded again"}
-FEW = {"long", "penalties", "min_p", "unseeded", "greedy"}
+FEW = {"long", "penalties", "min_p", "unseeded", "greedy", "thinking", "counted in dict"}
 """Of the batch, what shows most, where all of it would take long."""
 
 
@@ -82,6 +84,7 @@ def serve(
     assert re.search(REGEX + r"\Z", static["regex"].text)
     prompt = jobs["prompt_logprobs"].prompt
     assert len(static["prompt_logprobs"].prompt_logprobs) == len(prompt) - 1
+    assert static["thinking"].text.count(STOP_THINKING) == 1
     return Served(llm, jobs, static, sampled)
 
 
@@ -119,8 +122,19 @@ def batch(stop: str) -> dict[str, Job]:
         "unseeded": Job(same_prompt, greedy | {"temperature": 1.0}),
         "unseeded again": Job(same_prompt, greedy | {"temperature": 1.0}),
         "regex": Job(prompt(8), seeded | regex),
+        "thinking": Job([*prompt(7), *encoded(THINK)], greedy | {"thinking_token_budget": 2}),
+        "counted in dict": Job(prompt(9), greedy | counted("dict")),
+        "counted in array": Job(prompt(9), greedy | counted("array")),
         "long": Job(prompt(4 * V2_CHUNK), greedy),
     }
+
+
+def encoded(text: str) -> list[int]:
+    """Tokens of a text; the random models have one tokenizer."""
+    from transformers import AutoTokenizer
+
+    tokens: list[int] = AutoTokenizer.from_pretrained(random_model("qwen3")).encode(text)
+    return tokens
 
 
 # ---------------------------------------------------------------- ways through the layouts

@@ -27,11 +27,13 @@ from tests.engine.v2.batch import (
     batch,
     check_storm,
     check_tour,
+    encoded,
     names_of,
     serve,
 )
 from tests.engine.v2.in_workers import searches
 from tests.support import ngram
+from tests.support.counting import THINK
 from tests.support.draft_prints import alike
 from tests.support.engines import Job, Outcome, run, scheduler_of
 from tests.support.models import phrase, random_model
@@ -59,7 +61,10 @@ def repeating(stop: str) -> dict[str, Job]:
     for start, (name, job) in enumerate(batch(stop).items()):
         length = len(job.prompt) + (0 if len(job.prompt) > V2_CHUNK else 18)
         sampling = {key: value for key, value in job.sampling.items() if key not in REFUSED}
-        jobs[name] = Job(phrase("repeating", length, start), sampling | {"max_tokens": TOKENS})
+        text = phrase("repeating", length, start)
+        if name == "thinking":
+            text = [*text, *encoded(THINK)]
+        jobs[name] = Job(text, sampling | {"max_tokens": TOKENS})
     regex = jobs["regex"].sampling | {"temperature": 0.0}
     words = {"structured_outputs": StructuredOutputsParams(regex=WORDS)}
     jobs["regex"] = replace(jobs["regex"], sampling=regex)

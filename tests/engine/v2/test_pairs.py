@@ -22,6 +22,7 @@ from tests.engine.v2.batch import (
     names_of,
     run_static,
 )
+from tests.support.counting import assert_counted
 from tests.support.pool import go_home
 
 pytestmark = pytest.mark.engine(V2)
@@ -35,6 +36,8 @@ def test_every_ordered_pair_of_layouts(served: Served) -> None:
     assert STOP not in static["min_tokens"].token_ids[:-1]
     assert set(static["allowed"].token_ids) <= set(range(40, 60))
     assert len(set(static["penalties"].token_ids)) > 12
+    for place in ("dict", "array"):
+        assert_counted(static[f"counted in {place}"].token_ids)
     assert static["unseeded"].token_ids != static["unseeded again"].token_ids
     check_tour(served)
 
