@@ -269,14 +269,11 @@ def restore_added_rows(
         update(replace(batch_update, added=arrived, moved=[]))
         for _, restore in restores:
             restore()
-        # What follows from rows is computed again. A processor that counts steps here has counted
-        # this one for the others only now.
-        added = [request for request in batch_update.added if request not in arrived]
+        # A row that changes places with itself: what follows from rows is computed again.
         row = arrived[0][0]
-        unmoved = [(row, row, MoveDirectionality.SWAP)]
-        update(
-            replace(batch_update, removed=[], added=added, moved=[*unmoved, *batch_update.moved])
-        )
+        moved = [(row, row, MoveDirectionality.SWAP), *batch_update.moved]
+        added = [request for request in batch_update.added if request not in arrived]
+        update(replace(batch_update, removed=[], added=added, moved=moved))
 
     setattr(processor, method, update_in_two)
 

@@ -7,6 +7,33 @@ from tests.nightly.mutations.mutation import mutations
 
 # fmt: off
 MUTATIONS = mutations({
+    "tests/vllm/worker/test_request_state.py": [
+        ("the phrase that ends thinking begins anew", "worker.request_state:V1RequestStateTransfer.watch", "batch.thinking_budget_state_holder is not None", "False"),
+        ("a second switch before the next step loses what the first one carried", "worker.logits_processors:CarriedState.take", "return self.waiting.get(request_id)", "return None"),
+        ("V1: a runner that is left still knows the tokens that it sampled", "worker.request_state:V1RequestStateTransfer.clear", "forget_sampled_tokens(runner.input_batch)", "pass"),
+        ("a field of a request begins anew", "worker.request_state:V1RequestStateTransfer.take", "not in self._NEW", "not in {*self._NEW, 'in_progress_prompt_logprobs_cpu'}"),
+    ],
+    "tests/vllm/worker/test_logits_processors.py": [
+        ("a processor that is done begins again", "worker.row_state:RowState.restore", "place.pop(row, None)", "pass"),
+        ("a table is taken for rows", "worker.row_state:RowState.take", "before is None or before[row] != _print_of(element)", "True"),
+        ("a dict by token is taken for rows", "worker.row_state:RowState._is_row", "isinstance(key, int | np.integer) and 0 <= int(key) < self._num_rows", "True"),
+        ("what was there at first is taken for rows", "worker.row_state:RowState.take", "path not in self._filled and ", ""),
+        ("a list that has grown is taken for rows", "worker.row_state:RowState.take", "isinstance(value, list) and path not in self._lists", "False"),
+        ("what is taken changes with its array", "worker.row_state:_copied", "element.copy()", "element"),
+        ("what others own is taken for rows", "worker.row_state:RowState._attributes", "*self._foreign", "*()"),
+        ("objects of the user's are not looked into", "worker.row_state:RowState._attributes", '(own and package != "vllm")', "False"),
+        ("a processor sees the tokens of another runner", "worker.logits_processors:_Pickler.persistent_id", "(name := self._names.get(id(obj))) is not None", "(name := None) is not None"),
+        ("what cannot be pickled ends the engine", "worker.logits_processors:CarriedState.take", "except Exception as error", "except KeyError as error"),
+        ("what is kept beside rows is not told", "worker.logits_processors:CarriedState.take", "self._users and", "False and"),
+        ("rows move before they are given back", "patches.runners:restore_added_rows", "added=arrived, moved=[]", "added=arrived"),
+        ("a new request is added twice", "patches.runners:restore_added_rows", "if request not in arrived", ""),
+        ("those that have ended wait for ever", "worker.logits_processors:CarriedState.keep", "self.waiting.keys() - set(request_ids)", "()"),
+    ],
+    "tests/engine/v2/test_pairs.py::test_every_ordered_pair_when_kv_is_computed_again": [
+        ("tokens left behind count as computed", "scheduler.switch_plan:_rewind", "request.num_computed_tokens = 0", "request.num_computed_tokens = 0 if carried.migrates else max(0, carried.computed - 1)"),
+        ("V2: replicas that do not know a request have its state forgotten", "worker.request_state:V2RequestStateTransfer.take", "if any(packed)", ""),
+        ("V2: slots are given back before they are new", "patches.runners:restore_written_rows", "apply()\n        if restore():\n            apply()", "restore()\n        apply()\n        if False:\n            pass"),
+    ],
     "tests/engine/v2/test_pairs.py::test_every_ordered_pair_of_layouts": [
         ("KV stays where it was", "worker.worker:PATWorkerMixin.pat_switch", "self._move_kv(source, target, command.moves)", "pass"),
         ("weights of the layout before", "worker.worker:PATWorkerMixin.pat_switch", "weight_bytes = self._weights.arrange(target.layout)", "weight_bytes = 0"),
@@ -31,6 +58,8 @@ MUTATIONS = mutations({
     "tests/engine/speculation/test_features.py::test_outputs_are_those_without_drafts": [
         ("a runner does not know what was generated", "worker.request_state:V1RequestStateTransfer.restore", "output_token_ids=packed.output_token_ids.tolist()", "output_token_ids=[]"),
         ("half-computed prompts lose their log-probabilities", "worker.request_state:V1RequestStateTransfer.restore", "packed.num_prompt_logprobs is not None", "False"),
+        ("V1: without drafts the phrase that ends thinking comes to another request", "patches.drafts:prepare_drafter", "end_thinking_in_own_rows(runner)", "pass"),
+        ("V1: thinking is drafted for", "scheduler.replica:Replica._drop_drafts_of_thinking", "request.spec_token_ids = []", "pass"),
     ],
     "tests/engine/speculation/test_walks.py::test_switches_inside_runs_of_right_drafts": [
         ("V1: the runner that is left keeps its requests", "worker.request_state:V1RequestStateTransfer.clear", "_finish(runner, set(runner.requests))", "pass"),
@@ -40,9 +69,6 @@ MUTATIONS = mutations({
         ("V2: each layout has penalty counters of its own", "worker.request_state:V2RequestStateTransfer.share", "share_penalty_counts(runner, host)", "pass"),
         ("V2: each layout has grammar bitmasks of its own", "patches.runners:share_grammar_bitmask", "own.grammar_bitmask = shared.grammar_bitmask[:rows]", "pass"),
         ("V2: each layout has token ids of its own", "patches.runners:token_ids_of", '"StagedWriteTensor", take', '"StagedWriteTensor", make'),
-    ],
-    "tests/engine/v2/test_pairs.py::test_every_ordered_pair_when_kv_is_computed_again": [
-        ("tokens left behind count as computed", "scheduler.switch_plan:_rewind", "request.num_computed_tokens = 0", "request.num_computed_tokens = 0 if carried.migrates else max(0, carried.computed - 1)"),
     ],
     "tests/engine/v2/test_drafts.py::test_every_ordered_pair_of_layouts": [
         ("drafts are kept between kinds of experts", "patches.schedulers:queue_with_blocks", "request.spec_token_ids = []", "pass"),
