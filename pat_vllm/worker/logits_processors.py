@@ -45,6 +45,7 @@ class CarriedState:
         """Look at a processor that has no requests yet. See `RowState`."""
         self.waiting: dict[str, Packed] = {}
         self._rows = RowState(processor, num_rows, tuple(foreign))
+        self._take = self._rows.look()
         self._device = device
         self._users = is_users(processor)
 
@@ -52,6 +53,17 @@ class CarriedState:
         """Forget those that wait and are not among these: they have ended."""
         for request_id in self.waiting.keys() - set(request_ids):
             del self.waiting[request_id]
+
+    def look(self) -> None:
+        """Find what is kept by row now. To be called before what is kept for requests is taken."""
+        self._take = self._rows.look()
+        if self._users and (changed := self._rows.changed_beside()):
+            logger.warning_once(
+                "The logits processor %s has changed %s, which is not kept by row of its batch: a "
+                "switch does not carry it, and each layout goes on with its own",
+                self._rows.name,
+                ", ".join(changed),
+            )
 
     def take(self, request_id: str, row: int | None, lists: Lists) -> Packed | None:
         """What is kept for a request, which may wait for its row still.
@@ -62,7 +74,7 @@ class CarriedState:
         if row is None:
             return self.waiting.get(request_id)
         packed: Packed = {}
-        for path, value in self._rows.take(row).items():
+        for path, value in self._take(row).items():
             try:
                 packed[path] = _dumps(value, lists)
             except Exception as error:
@@ -73,13 +85,6 @@ class CarriedState:
                     ".".join(path),
                     error,
                 )
-        if self._users and (changed := self._rows.changed_beside()):
-            logger.warning_once(
-                "The logits processor %s has changed %s, which is not kept by row of its batch: a "
-                "switch does not carry it, and each layout goes on with its own",
-                self._rows.name,
-                ", ".join(changed),
-            )
         return packed
 
     def restore(self, request_id: str, row: int, lists: Lists) -> None:

@@ -161,7 +161,9 @@ class V1RequestStateTransfer:
 
     def take(self, runner: RunnerV1, request_ids: Iterable[str]) -> dict[str, _V1State]:
         states = {}
-        rows = runner.input_batch.req_id_to_index
+        processors, rows = self._carried.get(id(runner), ()), runner.input_batch.req_id_to_index
+        for processor in processors:
+            processor.look()
         for request_id in request_ids:
             state: CachedRequestState | None = runner.requests.get(request_id)
             if state is None:
@@ -177,8 +179,8 @@ class V1RequestStateTransfer:
                 generator_state=state.generator.get_state() if state.generator else None,
                 num_prompt_logprobs=runner.num_prompt_logprobs.get(request_id),
                 processors=[
-                    carried.take(request_id, rows.get(request_id), _lists_of(state))
-                    for carried in self._carried.get(id(runner), ())
+                    processor.take(request_id, rows.get(request_id), _lists_of(state))
+                    for processor in processors
                 ],
             )
         return states
@@ -275,6 +277,8 @@ class V2RequestStateTransfer:
 
     def take(self, runner: RunnerV2, request_ids: Iterable[str]) -> dict[str, _V2State]:
         carried, rows = self._carried.get(id(runner), ()), runner.req_states.req_id_to_index
+        for state in carried:
+            state.look()
         taken = {
             id_: [state.take(id_, rows.get(id_), {}) for state in carried] for id_ in request_ids
         }

@@ -8,7 +8,7 @@ by row, and lists and arrays with an element for each row.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from enum import Enum
 from typing import Any, TypeAlias
 
@@ -74,20 +74,34 @@ class RowState:
         """The owner's class, as its user knows it."""
         return type(self.owner).__qualname__
 
-    def take(self, row: int) -> RowValues:
-        """What belongs to a row. Arrays are copied, to the CPU."""
-        values: RowValues = {}
-        for path, value in self._containers():
-            if isinstance(value, dict):
-                if path not in self._filled and all(map(self._is_row, value)):
-                    values[path] = value.get(row, Entry.NONE)
-                continue
-            if isinstance(value, list) and path not in self._lists:
-                continue  # it has grown to this length
-            element, before = value[row], self._elements.get(path)
-            if before is None or before[row] != _print_of(element):
-                values[path] = _copied(element)
-        return values
+    def look(self) -> Callable[[int], RowValues]:
+        """Find what belongs to rows now.
+
+        Returns:
+            What takes a row: its values, arrays as copies on the CPU.
+        """
+        places = [
+            (path, value) for path, value in self._containers() if self._has_rows(path, value)
+        ]
+
+        def take(row: int) -> RowValues:
+            values: RowValues = {}
+            for path, place in places:
+                if isinstance(place, dict):
+                    values[path] = place.get(row, Entry.NONE)
+                    continue
+                element, before = place[row], self._elements.get(path)
+                if before is None or before[row] != _print_of(element):
+                    values[path] = _copied(element)
+            return values
+
+        return take
+
+    def _has_rows(self, path: Path, value: Any) -> bool:
+        if isinstance(value, dict):
+            return path not in self._filled and all(map(self._is_row, value))
+        # A list that was not there at first has grown to this length.
+        return not isinstance(value, list) or path in self._lists
 
     def restore(self, row: int, values: Mapping[Path, Any]) -> list[Path]:
         """Give a row what was taken from another one of the same class.

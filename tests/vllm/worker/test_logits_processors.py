@@ -68,7 +68,7 @@ def test_a_row_of_a_batch_comes_to_a_row_of_another() -> None:
     source, target = Keeper(ROWS), Keeper(2 * ROWS)
     of_source, of_target = rows_of(source), rows_of(target)
     source.use(3)
-    values = of_source.take(3)
+    values = of_source.look()(3)
     source.use(3)  # which what was taken does not see
     source.array[3] = 99
     assert of_target.restore(8, values) == []
@@ -82,7 +82,7 @@ def test_what_only_looks_like_rows_stays() -> None:
     source, target = Keeper(ROWS), Keeper(ROWS)
     of_source, of_target = rows_of(source), rows_of(target)
     source.use(1)
-    of_target.restore(4, of_source.take(1))
+    of_target.restore(4, of_source.look()(1))
     fresh = Keeper(ROWS)
     assert target.order.tolist() == fresh.order.tolist() and target.table == fresh.table
     assert target.biases == fresh.biases and target.masks == {} and target.grown == []
@@ -95,7 +95,7 @@ def test_that_a_dict_has_no_entry_is_carried() -> None:
     of_source, of_target = rows_of(source), rows_of(target)
     source.use(1)
     target.rows[2] = "as a new request has it"
-    of_target.restore(2, of_source.take(0))
+    of_target.restore(2, of_source.look()(0))
     assert target.rows == {}
 
 
@@ -104,7 +104,7 @@ def test_a_changed_element_of_a_table_belongs_to_its_row() -> None:
     source, target = Keeper(ROWS), Keeper(ROWS)
     of_source, of_target = rows_of(source), rows_of(target)
     source.order[2], source.table[2] = 77, 78
-    of_target.restore(5, of_source.take(2))
+    of_target.restore(5, of_source.look()(2))
     assert target.order.tolist() == [0, 1, 2, 3, 4, 77]
     assert target.table == [10, 11, 12, 13, 14, 78]
 
@@ -115,7 +115,7 @@ def test_arrays_that_come_with_the_first_request() -> None:
     for keeper in (source, target):
         keeper.late = np.zeros(ROWS)  # type: ignore[attr-defined]
     source.late[1] = 5  # type: ignore[attr-defined]
-    values = states[0].take(1)
+    values = states[0].look()(1)
     assert states[1].restore(0, values) == []
     assert target.late[0] == 5  # type: ignore[attr-defined]
     assert states[2].restore(0, values) == [("late",)]
@@ -140,6 +140,7 @@ def test_references_to_tokens_are_to_the_requests_own(warnings: list[str]) -> No
     states = CarriedState(source, ROWS, CPU), CarriedState(target, ROWS, CPU)
     old, new = [1, 2], [1, 2]
     source.rows[0] = partial(max, old)
+    states[0].look()
     packed = states[0].take("a", 0, {"output": old})
     assert packed is not None
     states[1].waiting["a"] = packed
@@ -162,6 +163,7 @@ def test_what_cannot_be_pickled_is_named(warnings: list[str]) -> None:
     state = CarriedState(keeper, ROWS, CPU)
     keeper.use(2)
     keeper.rows[2] = threading.Lock()
+    state.look()
     packed = state.take("a", 2, {})
     assert packed is not None and ("rows",) not in packed and ("array",) in packed
     (warning,) = warnings
@@ -172,10 +174,10 @@ def test_what_is_kept_for_all_rows_is_named(warnings: list[str]) -> None:
     keeper = Keeper(ROWS)
     keeper.steps = 0  # type: ignore[attr-defined]
     state = CarriedState(keeper, ROWS, CPU)
-    state.take("a", 0, {})
+    state.look()
     assert not warnings
     keeper.steps = 4  # type: ignore[attr-defined]
-    state.take("a", 0, {})
+    state.look()
     (warning,) = warnings
     assert "Keeper has changed steps" in warning
 
@@ -225,6 +227,7 @@ def test_carried_rows_go_on_and_others_begin(place: str) -> None:
     source.update({0: "other", 1: "carried"}, place)
     for _ in range(EVERY - 2):
         assert not any(source.step())
+    source.state.look()
     packed = source.state.take("carried", 1, {"output": source.outputs["carried"]})
     assert packed is not None
 
