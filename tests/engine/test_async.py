@@ -26,6 +26,11 @@ def drafts_of(report: pat_vllm.Report) -> tuple[int, int]:
     return drafted, sum(sample.accepted for sample in report.drafts)
 
 
+def lengths_of(report: pat_vllm.Report) -> set[int]:
+    """Draft lengths of steps that verified drafts."""
+    return {sample.num_speculative_tokens for sample in report.drafts if sample.drafted}
+
+
 @pytest.fixture(scope="module")
 def loop() -> Iterator[asyncio.Runner]:
     with asyncio.Runner() as runner:
@@ -208,14 +213,16 @@ def test_drafts_on_demand(llm: Any, run: Callable[..., Any], expected: list[list
             await pat_vllm.speculate_async(llm, 3)
         await pat_vllm.speculate_async(llm, 4)
         streams = [Stream(llm, f"drafted-{index}", index) for index in range(1, STREAMS, 2)]
-        for tokens, tp, length in ((20, 2, 1), (60, 1, 4), (100, 2, 0), (140, 1, 4), (180, 2, 2)):
+        for tokens, tp, length in ((20, 2, 1), (40, 1, 4), (60, 2, 0), (80, 1, 4), (100, 2, 2)):
             await progress(streams, tokens)
             assert await pat_vllm.switch_async(llm, tp)
             await pat_vllm.speculate_async(llm, length)
+            # However late this process reads.
+            while length and length not in lengths_of(await pat_vllm.report_async(llm)):
+                assert not all(stream.task.done() for stream in streams)
         assert await gather(streams) == expected[1::2]
         report = await idle(llm)
         assert len(forced(report, before)) == 5
-        assert {step.num_speculative_tokens for step in report.drafts if step.drafted} >= {1, 2, 4}
         drafted, accepted = drafts_of(report)
         assert accepted / drafted > 0.2
         # The next requests get what is configured, which is none.

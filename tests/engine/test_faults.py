@@ -168,8 +168,15 @@ def test_requests_that_find_no_room_are_recomputed(llm: Any) -> None:
     assert merge.target.tp == 2 and merge.migrated > 0 and merge.recomputed > 0
 
 
+def wait_for(path: Path, worker: Any) -> None:
+    while not path.exists():
+        time.sleep(0.01)
+
+
 @pytest.mark.engine(SMALL_KV)
-def test_calls_that_fail_or_are_late_do_not_disturb_what_comes_after(llm: Any) -> None:
+def test_calls_that_fail_or_are_late_do_not_disturb_what_comes_after(
+    llm: Any, tmp_path: Path
+) -> None:
     """vLLM leaves some replies to them unread, which no other call may take for its own."""
     work = jobs()
     expected = texts(llm, work)
@@ -183,7 +190,8 @@ def test_calls_that_fail_or_are_late_do_not_disturb_what_comes_after(llm: Any) -
             assert pat_vllm.switch(llm, tp=2 if step == 3 else 1)
         if step == 9:
             with pytest.raises(TimeoutError):
-                llm.collective_rpc(lambda worker: time.sleep(1.0), timeout=0.1)
+                llm.collective_rpc(functools.partial(wait_for, tmp_path / "go on"), timeout=0.1)
+            (tmp_path / "go on").touch()
 
     assert texts(llm, work, before_step=before_step) == expected
     assert pat_vllm.switch(llm, tp=2)

@@ -115,8 +115,13 @@ def test_vllm_serve(server: Server) -> None:
     assert drafts_of(report) == (0, 0)
     server.rpc("pat_speculate", 4)
     assert complete(tail, True)[1::2] == reference[0][1::2]
+    # That holds until the engine is idle, as it may be between requests that a busy machine sends
+    # late. So how much is accepted is seen in a request that is alone.
+    server.rpc("pat_speculate", 4)
+    before = drafts_of(server.report())
+    complete(tail[-1:], True)
     drafted, accepted = drafts_of(server.report())
-    assert 0.2 < accepted / drafted < 0.9
+    assert 0.2 < (accepted - before[1]) / (drafted - before[0]) < 0.9
     assert server.metric("vllm:spec_decode_num_draft_tokens_total") == drafted
     assert server.metric("vllm:spec_decode_num_accepted_tokens_total") == accepted
     # Of one or two replicas; 0 once the engine went back.

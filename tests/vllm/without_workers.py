@@ -148,8 +148,10 @@ def request(request_id: str, seed: int, prompt: int = 32, max_tokens: int = 8000
     return request_of(request_id, tokens, max_tokens)
 
 
-def request_of(request_id: str, tokens: list[int], new: int, salt: str | None = None) -> Any:
-    """A request of these tokens, for so many new ones."""
+def request_of(
+    request_id: str, tokens: list[int], new: int, salt: str | None = None, **sampling: Any
+) -> Any:
+    """A request of these tokens, for so many new ones; `sampling` goes to `SamplingParams`."""
     from vllm import SamplingParams
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -157,7 +159,7 @@ def request_of(request_id: str, tokens: list[int], new: int, salt: str | None = 
 
     init_none_hash(sha256)
     hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
-    params = SamplingParams(max_tokens=new, ignore_eos=True)
+    params = SamplingParams(max_tokens=new, ignore_eos=True, **sampling)
     return Request(request_id, tokens, params, None, block_hasher=hasher, cache_salt=salt)
 
 

@@ -26,7 +26,14 @@ from pat_vllm.scheduler.scheduler import PATScheduler
 from pat_vllm.scheduler.stats import mean_of_gpus, merge_outputs, merge_stats
 from pat_vllm.scheduler.switch import PlanningFailed
 from tests.support.kinds import full
-from tests.vllm.without_workers import EXECUTOR, answer, engine_config, pat_scheduler, request
+from tests.vllm.without_workers import (
+    EXECUTOR,
+    answer,
+    engine_config,
+    pat_scheduler,
+    request,
+    request_of,
+)
 
 
 @pytest.fixture
@@ -106,7 +113,8 @@ def test_a_failed_plan_is_undone_and_gives_its_block_pools_back(
 
     monkeypatch.setattr(block_pools, "BlockPool", make)
     scheduler.controller.costs.mode = "migrate"
-    add(scheduler, 4)
+    add(scheduler, 3)
+    scheduler.add_request(request_of("no cache", [3] * 32, 8000, prompt_logprobs=1))
     step(scheduler)
     before = request_states(scheduler)
     with monkeypatch.context() as failing:
@@ -336,6 +344,33 @@ def test_a_request_that_fails_just_before_a_switch(scheduler: Any) -> None:
     later = scheduler.schedule()
     assert [set(output.num_scheduled_tokens) for output in later.steps.values()] == [{"r2"}]
     assert not scheduler.has_request("broken")
+
+
+@pytest.mark.parametrize("prompt_logprobs", [None, 1])
+@pytest.mark.parametrize("again", ["preempted", "at the next switch"])
+def test_what_a_carried_request_may_not_read_from_the_cache_it_computes_again(
+    scheduler: Any, again: str, prompt_logprobs: int | None
+) -> None:
+    """As vLLM has it with prompt log-probabilities: what is read from the cache has none."""
+    costs, prompt = scheduler.controller.costs, list(range(3, 67))
+    carried = request_of("r1", prompt, 100, prompt_logprobs=prompt_logprobs)
+    for each in (request_of("r0", prompt, 100), carried):  # which comes first, whatever is made
+        scheduler.add_request(each)
+    costs.mode = "migrate"
+    step(scheduler)
+    assert scheduler.controller.request_switch(2) is True
+    step(scheduler)
+    assert carried.num_computed_tokens == len(prompt) + 1
+    if again == "preempted":
+        holder = scheduler.monitor.requests.replica_of("r1").scheduler
+        holder.running.remove(carried)
+        holder._preempt_request(carried, 0.0)
+    else:
+        costs.mode = "recompute"
+        assert scheduler.controller.request_switch(8) is True
+    steps = [each.num_scheduled_tokens for each in scheduler.schedule().steps.values()]
+    (computed,) = [tokens["r1"] for tokens in steps if "r1" in tokens]
+    assert computed == carried.num_tokens - (0 if prompt_logprobs else len(prompt))
 
 
 def test_a_report_ends_the_work_that_is_over(

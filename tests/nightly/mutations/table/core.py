@@ -35,6 +35,9 @@ MUTATIONS = mutations({
     "tests/vllm/scheduler/test_scheduler.py": [
         ("the policy switches a paused engine", "scheduler.layout_controller:LayoutController._follow_policy", " or active.pause_state != PauseState.UNPAUSED", ""),
         ("requests wait until a new scheduler has made as many steps", "scheduler.switch_plan:_rewind", "request.next_decode_eligible_step = 0", "pass"),
+        ("a carried request may read what it may not from the cache", "scheduler.switch_plan:Carry.hand_over", "c.request.skip_reading_prefix_cache = c.request.get_skip_reading_prefix_cache()", "pass"),
+        ("a carried request never reads the cache again", "scheduler.switch_plan:Carry.hand_over", "= c.request.get_skip_reading_prefix_cache()", "= True"),
+        ("a failed plan lets a request read the cache", "scheduler.switch:_Undo.apply", "self.request.skip_reading_prefix_cache = self.skip_reading_prefix_cache", "pass"),
         ("a failed plan leaves requests preempted", "scheduler.switch:_plan", "            saved.apply()", "            pass"),
         ("a failed plan keeps its block pools", "scheduler.switch:_plan", "active.factory.discard(new_replicas)", "pass"),
         ("steps are drained before a switch is refused", "scheduler.switch:switch", "    _check(active)\n\n    # 2. Quiesce.\n    active.drain()\n", "    active.drain()\n    _check(active)\n"),
