@@ -125,6 +125,7 @@ def _choose_layouts(vllm_config: VllmConfig) -> None:
     assert isinstance(model.dtype, torch.dtype)  # a name until it is resolved
     from pat_vllm.simulator.modelled.choice import choose
 
+    pinned = _pin_layout(vllm_config)
     shape, pat = _engine_shape(vllm_config), pat_config(vllm_config)
     device, name = _device(vllm_config)
     ranks = vllm_config.parallel_config.tensor_parallel_size
@@ -138,10 +139,28 @@ def _choose_layouts(vllm_config: VllmConfig) -> None:
         dtype_bytes=model.dtype.itemsize,
         load=expected_load(pat, shape, ranks),
     )
-    _set_options(vllm_config, choice.options, **{CHOSEN: choice.found})
+    _set_options(vllm_config, choice.options, **{CHOSEN: pinned + choice.found})
     logger.info("PAT: %s", choice.found)
     if choice.warning is not None:
         logger.warning("PAT: %s", choice.warning)
+
+
+def _pin_layout(vllm_config: VllmConfig) -> str:
+    """With vLLM's batch invariance, have one layout. Say so; return it in a few words, or ""."""
+    import vllm.envs as envs
+
+    if not envs.VLLM_BATCH_INVARIANT:
+        return ""
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    options = pat_config(vllm_config).pinned(ranks)
+    _set_options(vllm_config, options)
+    logger.warning(
+        "PAT: VLLM_BATCH_INVARIANT=1 pins tp=%s: another layout would sum in another order. The "
+        "engine does not switch, and drafts from no earlier responses. Set pat.policy to "
+        "{'kind': 'static', 'tp': T} for another layout, or VLLM_BATCH_INVARIANT=0 to switch",
+        options["base_tp"],
+    )
+    return "pinned by VLLM_BATCH_INVARIANT=1: "
 
 
 def _set_options(vllm_config: VllmConfig, pat: dict[str, Any], **others: Any) -> None:

@@ -25,6 +25,15 @@ MUTATIONS = mutations({
         ("a part of a GPU is a whole one", "gpus:known_gpu", "near and named", "named"),
         ("a GPU of another name is known", "gpus:known_gpu", "near and named", "near"),
     ],
+    "tests/vllm/test_layout_choice.py::test_batch_invariance_pins_one_layout": [
+        ("a batch-invariant engine switches", "support:_pin_layout", "not envs.VLLM_BATCH_INVARIANT", "True"),
+        ("that a layout is pinned is not written down", "support:_choose_layouts", "pinned + choice.found", "choice.found"),
+        ("of several layouts the narrowest is pinned", "config:PATConfig.pinned", "max(self._sizes(world_size))", "min(self._sizes(world_size))"),
+        ("the layout that a user stays in is not pinned", "config:PATConfig.pinned", "name = self.policy.tp", "pass"),
+        ("experts of a pinned layout lie in both ways", "config:PATConfig.pinned", '"auto" if self.experts == "both" else self.experts', "self.experts"),
+        ("spread experts of a pinned layout are cut", "config:PATConfig.pinned", '.experts == "ep"', '.experts == "tp"'),
+        ("earlier responses draft in a batch-invariant engine", "config:PATConfig.pinned", '"draft_history_bytes": 0', '"draft_history_bytes": 1'),
+    ],
     "tests/vllm/test_layout_choice.py": [
         ("layouts are chosen anew", "support:_choose_layouts", "chosen(vllm_config)", "False"),
         ("what is chosen is not written down", "support:_choose_layouts", "_set_options(vllm_config, choice.options, ", "_set_options(vllm_config, {}, "),
