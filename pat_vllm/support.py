@@ -24,7 +24,7 @@ from pat_vllm.layout import Layout
 from pat_vllm.memory.buffers import EngineShape
 from pat_vllm.policy_config import PolicyConfig, PredictorPolicyConfig, SchedulePolicyConfig
 from pat_vllm.profiling.samples import Profile
-from pat_vllm.refused import unsupported
+from pat_vllm.refused import RUN_BY_TRITON, unsupported
 from pat_vllm.worker.layout_config import lengths_of, resolve_weights
 
 logger = logging.getLogger(__name__)
@@ -110,8 +110,18 @@ def _choose_experts(vllm_config: VllmConfig) -> None:
                 "pat.weights='inplace' or pat.experts='tp'"
             )
     kernels = vllm_config.kernel_config
-    if current_platform.is_cuda_alike() and kernels.moe_backend == "auto":
-        kernels.moe_backend = "triton"
+    own = "triton" if current_platform.is_cuda_alike() else "auto"
+    if kernels.moe_backend in RUN_BY_TRITON:
+        logger.warning(
+            "PAT: moe_backend=%r lays experts out in ways that layouts cannot share; %r takes its "
+            "place. It costs time where those kernels are faster, which PAT has not measured: "
+            "vLLM itself prefers FlashInfer's on Blackwell and AITER's on ROCm, but Triton's on "
+            "Hopper",
+            kernels.moe_backend,
+            own,
+        )
+    if kernels.moe_backend in ("auto", *RUN_BY_TRITON):
+        kernels.moe_backend = own  # type: ignore[assignment]
 
 
 def _choose_layouts(vllm_config: VllmConfig) -> None:

@@ -171,6 +171,9 @@ MUTATIONS = mutations({
         ("an all-reduce of one group in a process is not refused", "refused:_variable", "getattr(envs, name)", "False"),
         ("NUMA binding is refused where ranks are in order", "refused:_numa_bind", "parallel.numa_bind and any(device_of(rank, ranks) != rank for rank in range(ranks))", "parallel.numa_bind"),
         ("bad files are found by the scheduler", "support:prepare", "_check_profile(pat_config(vllm_config).policy)", "pass"),
+        ("kernels that layouts cannot share are kept", "support:_choose_experts", '("auto", *RUN_BY_TRITON)', '("auto",)'),
+        ("that kernels are replaced is not told", "support:_choose_experts", "if kernels.moe_backend in RUN_BY_TRITON:", "if False:"),
+        ("kernels that recipes name are refused", "refused:_other_than", "None if value in served else value", "None if value in served[:2] else value"),
         ("packed copies of both kinds of experts", "support:_choose_experts", 'if (experts := pat_config(vllm_config).experts) == "auto":', 'if (experts := pat_config(vllm_config).experts) == "none":'),
     ],
     "tests/vllm/test_plugin.py": [
