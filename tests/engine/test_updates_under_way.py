@@ -23,6 +23,7 @@ from tests.engine.test_weight_updates import (  # noqa: F401
     generated,
     load_all,
     phases,
+    transfer,
     updated,
 )
 from tests.support.engines import Job, Outcome, engine, run, scheduler_of
@@ -60,7 +61,8 @@ class Storm:
         elif chance < 0.3:
             assert pat_vllm.switch(llm, tp=self.rng.choice(self.updated.layouts))
         elif chance < 0.45:
-            self._update(self.rng.choice([*self.updated.updates, phases]))
+            ways = self.updated.updates
+            self._update(self.rng.choice([*ways, phases] if transfer in ways else ways))
         for name, job in self.jobs.items():
             if job.arrives == step:
                 self.landed[name] = [(0, self.model)]
