@@ -41,6 +41,7 @@ class Storm:
         landed: by request, which weights came at how many of its tokens; the first are those that
             it began with.
         layouts: in which weights came to running requests.
+        updates: how many times. They come in each way in turn.
     """
 
     updated: Updated
@@ -48,10 +49,14 @@ class Storm:
     rng: random.Random
     landed: dict[str, list[tuple[int, str]]] = field(default_factory=dict)
     layouts: set[str] = field(default_factory=set)
+    updates: int = 0
     _to_come: list[Callable[[], None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.model = self.updated.old
+        self.ways: list[Callable[[Any, str], Any]] = [*self.updated.updates]
+        if transfer in self.ways:
+            self.ways.insert(0, phases)
 
     def before_step(self, step: int) -> None:
         """A phase of a transfer, a switch, an update, or nothing."""
@@ -60,9 +65,8 @@ class Storm:
             self._to_come.pop(0)()
         elif chance < 0.3:
             assert pat_vllm.switch(llm, tp=self.rng.choice(self.updated.layouts))
-        elif chance < 0.45:
-            ways = self.updated.updates
-            self._update(self.rng.choice([*ways, phases] if transfer in ways else ways))
+        elif chance < 0.5:
+            self._update(self.ways[self.updates % len(self.ways)])
         for name, job in self.jobs.items():
             if job.arrives == step:
                 self.landed[name] = [(0, self.model)]
@@ -72,6 +76,7 @@ class Storm:
         computed = _computed(llm)
         if min(computed.values(), default=0) < 0:
             return
+        self.updates += any(computed.values())
         (self.model,) = {self.updated.old, self.updated.new} - {self.model}
         for name, tokens in computed.items():
             self.landed[name].append((tokens, self.model))
@@ -152,7 +157,7 @@ def check_storm(updated: Updated, seed: int, count: int) -> None:  # noqa: F811
     outcomes = run(llm, jobs, storm.before_step)
     storm.end()
     assert len(pat_vllm.report(llm).switches) - switches >= 5
-    assert len(storm.layouts) >= 2
+    assert len(storm.layouts) >= 2 and storm.updates >= len(storm.ways)
     under_way = [
         tokens
         for name, landed in storm.landed.items()
