@@ -224,6 +224,29 @@ class PATConfig(StrictModel):
                     f"{', '.join(map(str, layouts))}; {help}"
                 )
 
+    def pinned(self, world_size: int) -> dict[str, Any]:
+        """Options of an engine like this one in which nothing that numbers rest on depends on time:
+        one layout, that of a static policy or the widest, and no drafts from earlier responses.
+
+        Raises:
+            ValueError: as `check_layouts`.
+        """
+        self.check_layouts(world_size)
+        name: LayoutName = max(self._sizes(world_size))
+        if isinstance(self.policy, StaticPolicyConfig) and self.policy.tp is not None:
+            name = self.policy.tp
+        experts = "auto" if self.experts == "both" else self.experts
+        if isinstance(name, str) and Layout.parse(name).experts == "ep":
+            experts = "ep"
+        return {
+            "layouts": [tp_of(name)],
+            "base_tp": tp_of(name),
+            "experts": experts,
+            "policy": {"kind": "static", "tp": name},
+            "draft_history_bytes": 0,
+            "draft_history_file": None,
+        }
+
     def largest_batch(self, layout: Layout) -> int | None:
         """Most live requests for which the policy goes to layouts of this tp; None: it sets no
         limit."""

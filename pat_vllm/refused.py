@@ -22,6 +22,8 @@ _PACKED_HEADS = frozenset({"ROCM_ATTN", "ROCM_SEGMENTED_ATTN", "B12X"})
 """vLLM's attention backends that pack all KV heads of a block together, so that its bytes cannot be
 divided among blocks with fewer heads. The workers refuse others like them when they see the KV."""
 
+RUN_BY_TRITON = ("flashinfer_cutlass", "flashinfer_trtllm", "aiter")
+"""Values of `moe_backend` for unquantized experts in whose place PAT has Triton's kernels run."""
 
 _DECODERS = "decoder-only models with full, sliding or latent attention"
 
@@ -208,6 +210,11 @@ RULES = (
         False,
         why="vLLM has checked it for the layout of all ranks only",
     ),
+    _only(
+        "parallel_config.enable_fault_tolerance",
+        False,
+        why="a core that has failed would wait for orders; PAT's ends, and its callers are told",
+    ),
     _only("offload_config.uva.cpu_offload_gb", 0, why=_ON_GPU),
     _only("offload_config.prefetch.offload_group_size", 0, why=_ON_GPU),
     Rule(
@@ -268,7 +275,9 @@ RULES = (
         "kernel_config.moe_backend",
         "auto",
         "triton",
-        why="others lay experts out in ways that layouts cannot share",
+        *RUN_BY_TRITON,
+        why="the last three run as triton, with a warning; others lay experts out in ways that "
+        "layouts cannot share, or are for quantized ones",
         mixtures=True,
     ),
     # Of models with linear attention.

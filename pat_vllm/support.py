@@ -24,7 +24,7 @@ from pat_vllm.layout import Layout
 from pat_vllm.memory.buffers import EngineShape
 from pat_vllm.policy_config import PolicyConfig, PredictorPolicyConfig, SchedulePolicyConfig
 from pat_vllm.profiling.samples import Profile
-from pat_vllm.refused import unsupported
+from pat_vllm.refused import RUN_BY_TRITON, unsupported
 from pat_vllm.worker.layout_config import lengths_of, resolve_weights
 
 logger = logging.getLogger(__name__)
@@ -110,8 +110,18 @@ def _choose_experts(vllm_config: VllmConfig) -> None:
                 "pat.weights='inplace' or pat.experts='tp'"
             )
     kernels = vllm_config.kernel_config
-    if current_platform.is_cuda_alike() and kernels.moe_backend == "auto":
-        kernels.moe_backend = "triton"
+    own = "triton" if current_platform.is_cuda_alike() else "auto"
+    if kernels.moe_backend in RUN_BY_TRITON:
+        logger.warning(
+            "PAT: moe_backend=%r lays experts out in ways that layouts cannot share; %r takes its "
+            "place. It costs time where those kernels are faster, which PAT has not measured: "
+            "vLLM itself prefers FlashInfer's on Blackwell and AITER's on ROCm, but Triton's on "
+            "Hopper",
+            kernels.moe_backend,
+            own,
+        )
+    if kernels.moe_backend in ("auto", *RUN_BY_TRITON):
+        kernels.moe_backend = own  # type: ignore[assignment]
 
 
 def _choose_layouts(vllm_config: VllmConfig) -> None:
@@ -125,6 +135,7 @@ def _choose_layouts(vllm_config: VllmConfig) -> None:
     assert isinstance(model.dtype, torch.dtype)  # a name until it is resolved
     from pat_vllm.simulator.modelled.choice import choose
 
+    pinned = _pin_layout(vllm_config)
     shape, pat = _engine_shape(vllm_config), pat_config(vllm_config)
     device, name = _device(vllm_config)
     ranks = vllm_config.parallel_config.tensor_parallel_size
@@ -138,10 +149,28 @@ def _choose_layouts(vllm_config: VllmConfig) -> None:
         dtype_bytes=model.dtype.itemsize,
         load=expected_load(pat, shape, ranks),
     )
-    _set_options(vllm_config, choice.options, **{CHOSEN: choice.found})
+    _set_options(vllm_config, choice.options, **{CHOSEN: pinned + choice.found})
     logger.info("PAT: %s", choice.found)
     if choice.warning is not None:
         logger.warning("PAT: %s", choice.warning)
+
+
+def _pin_layout(vllm_config: VllmConfig) -> str:
+    """With vLLM's batch invariance, have one layout. Say so; return it in a few words, or ""."""
+    import vllm.envs as envs
+
+    if not envs.VLLM_BATCH_INVARIANT:
+        return ""
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    options = pat_config(vllm_config).pinned(ranks)
+    _set_options(vllm_config, options)
+    logger.warning(
+        "PAT: VLLM_BATCH_INVARIANT=1 pins tp=%s: another layout would sum in another order. The "
+        "engine does not switch, and drafts from no earlier responses. Set pat.policy to "
+        "{'kind': 'static', 'tp': T} for another layout, or VLLM_BATCH_INVARIANT=0 to switch",
+        options["base_tp"],
+    )
+    return "pinned by VLLM_BATCH_INVARIANT=1: "
 
 
 def _set_options(vllm_config: VllmConfig, pat: dict[str, Any], **others: Any) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from pat_vllm.patches.replacing import replaced
+from pat_vllm.patches.replacing import replace, replaced
 
 if TYPE_CHECKING:
     from vllm.distributed.parallel_state import GroupCoordinator
@@ -66,8 +66,25 @@ def _change_workspaces(previous: GroupCoordinator | None, group: GroupCoordinato
     module = sys.modules.get(_FLASHINFER)
     if module is None or previous is None or group is previous:
         return
+    replace(module, "_fi_ar_workspaces_for_group", _find_in_every_layout)
     _workspaces_of[id(previous)] = {name: getattr(module, name) for name in _WORKSPACES}
     vars(module).update(_workspaces_of.get(id(group), _WORKSPACES))
+
+
+def _find_in_every_layout(stock: Callable[[Any], list[Any]]) -> Callable[[Any], list[Any]]:
+    """Have a group's workspaces be found whichever layout is active.
+
+    Without it: in a sleep with `enable_nccl_comm_suspend`, all but those of the active layout stay.
+    Missing seam: workspaces by group.
+    """
+
+    def find(group: Any) -> list[Any]:
+        groups = sys.modules[_FLASHINFER]._fi_ar_workspace_groups
+        kept = [workspace for each in _workspaces_of.values() for workspace in each.values()]
+        own = [workspace for workspace in kept if groups.get(id(workspace)) is group]
+        return [*{id(workspace): workspace for workspace in (*stock(group), *own)}.values()]
+
+    return find
 
 
 def probe_p2p_between(devices_of: Callable[[int], Sequence[int]]) -> AbstractContextManager[None]:

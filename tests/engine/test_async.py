@@ -287,6 +287,24 @@ def test_pause_waiting_for_requests(
     run(scenario())
 
 
+def test_a_pause_that_is_not_served(
+    llm: Any, run: Callable[..., Any], expected: list[list[int]]
+) -> None:
+    """Its name is in the error, and requests go on."""
+
+    async def scenario() -> None:
+        await idle(llm)
+        streams = streams_of(llm, "recomputed")
+        await progress(streams, 20)
+        assert await pat_vllm.switch_async(llm, 2)
+        with pytest.raises(Exception, match="Invalid pause mode: recompute"):
+            await llm.pause_generation(mode="recompute")
+        assert not await llm.is_paused()
+        assert await gather(streams) == expected
+
+    run(scenario())
+
+
 def test_pause_aborting_requests(
     llm: Any, run: Callable[..., Any], expected: list[list[int]]
 ) -> None:

@@ -114,13 +114,16 @@ def _all_reduce(recorder: Recorder, kind: str) -> Callable[..., torch.Tensor]:
 
 def _nccl(recorder: Recorder) -> None:
     def init(self: Any, device: torch.device) -> None:
-        self.device, self.comm = device, None
+        self.device, self.comm = device, self.group
         recorder.meet("NCCL communicator", self.group, constructs=True, device=device.index)
 
     library = SimpleNamespace(
         ncclGetRawVersion=lambda: 22900,
         ncclGetVersion=lambda: "2.29.0",
         ncclGetUniqueId=pynccl.ncclUniqueId,
+        has_symbol=lambda name: True,
+        ncclCommSuspend=lambda group, flags: recorder.meet("NCCL suspends", group),
+        ncclCommResume=lambda group: recorder.meet("NCCL resumes", group),
     )
     replace(pynccl, "NCCLLibrary", lambda path=None: library)
     replace(pynccl.PyNcclCommunicator, "_init_comm", init)
@@ -187,6 +190,8 @@ def _flashinfer(recorder: Recorder) -> None:
             mc_ptr=1,
             is_buffer_size_sufficient=lambda **problem: True,
             destroy=lambda: None,
+            checkpoint_prepare=lambda: recorder.meet("FlashInfer suspends", group),
+            checkpoint_restore=lambda backend: recorder.meet("FlashInfer resumes", group),
         )
 
     def fused(input: torch.Tensor, workspace: Any, **options: Any) -> torch.Tensor:

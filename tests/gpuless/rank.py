@@ -64,6 +64,7 @@ def imitate_device(recorder: Recorder, num_devices: int) -> None:
     accelerator: Any = torch.accelerator
     accelerator.device_count = lambda: num_devices
     accelerator.set_device_index = set_device
+    accelerator.get_memory_info = lambda: (0, 0)
     accelerator.empty_cache = accelerator.synchronize = lambda *args: None
     cuda: Any = torch.cuda
     cuda.Stream = cuda.current_stream = mock.MagicMock()
@@ -202,9 +203,11 @@ def live(
     replace(gpu_worker.Worker, "compile_or_warm_up_model", capture)
     replace(gpu_worker.Worker, "_maybe_activate_jit_monitor", lambda worker: None)
     config.cache_config.kv_cache_memory_bytes = 1 << 30
+    config.model_config.enable_nccl_comm_suspend = True
     with OnCpu(), set_current_vllm_config(config):
         worker: Any = Worker(config, rank, rank, address, is_driver_worker=rank == 0)
         worker.init_device()
+        worker._sleep_mode_backend = mock.MagicMock()
         give_kv_cache(worker)
         worker.determine_available_memory()
         worker.compile_or_warm_up_model()
@@ -214,5 +217,9 @@ def live(
             if target != active:
                 switch(worker, recorder, number := number + 1, active, target)
                 active = target
+        recorder.phase = "sleep"
+        worker.sleep()
+        recorder.phase = "wake up"
+        worker.wake_up()
         recorder.phase = "end"
         recorder.meet("end", None)

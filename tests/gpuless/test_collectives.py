@@ -23,6 +23,9 @@ PER_GROUP = (
 )
 """What each group of two ranks or more has of its own."""
 
+SUSPENDED = ("FlashInfer", "NCCL")
+"""Whose memory a sleep gives back, with `enable_nccl_comm_suspend`."""
+
 Events = Sequence[Sequence[Event]]
 """Of each rank, in its order."""
 
@@ -60,10 +63,26 @@ def check_constructors(events: Events) -> None:
     for rank, of_rank in enumerate(events):
         constructed = [event for event in of_rank if event.constructs]
         assert {event.phase for event in constructed} == {"start"}, constructed[-1]
-        expected = [Layout.of(tp, size) for tp in (2, 4, 8) if tp <= size]
-        groups = {tuple(layout.ranks_of(layout.replica_of(rank))) for layout in expected}
         for kind in PER_GROUP:
-            assert {event.ranks for event in constructed if event.kind == kind} == groups, kind
+            ranks = {event.ranks for event in constructed if event.kind == kind}
+            assert ranks == groups_of(rank, size), kind
+
+
+def groups_of(rank: int, size: int) -> set[tuple[int, ...]]:
+    """The ranks of each layout's group that a rank is in, but for itself alone."""
+    layouts = [Layout.of(tp, size) for tp in (2, 4, 8) if tp <= size]
+    return {tuple(layout.ranks_of(layout.replica_of(rank))) for layout in layouts}
+
+
+def check_sleep(events: Events) -> None:
+    """The communicators of every layout give their memory back in a sleep, and take it up again."""
+    for rank, of_rank in enumerate(events):
+        for library in SUSPENDED:
+            for phase, kind in (("sleep", "suspends"), ("wake up", "resumes")):
+                calls = [event for event in of_rank if event.kind == f"{library} {kind}"]
+                assert {event.phase for event in calls} == {phase}
+                each_once = sorted(groups_of(rank, len(events)))
+                assert sorted(event.ranks for event in calls) == each_once, (library, kind)
 
 
 def check_kinds(events: Events) -> None:
@@ -82,5 +101,5 @@ def test_all_ranks_make_the_same_calls_on_their_devices(ranks: Program, size: st
     events = [[Event.read(fields) for fields in rank] for rank in ranks.of(size)]
     errors = [event.detail for rank in events for event in rank if event.kind == "error"]
     assert not errors, errors[0]
-    for check in (check_order, check_devices, check_constructors, check_kinds):
+    for check in (check_order, check_devices, check_constructors, check_kinds, check_sleep):
         check(events)

@@ -4,8 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from tests.engine.specs import IN_PLACE, MIGRATE, UPDATES, WHOLE_PROMPTS
+from tests.engine.specs import (
+    FOUR_RANKS,
+    IN_PLACE,
+    LATENT,
+    LINEAR,
+    MIGRATE,
+    MIXTURE,
+    UPDATES,
+    V2,
+    WHOLE_PROMPTS,
+)
+from tests.engine.test_updates_under_way import check_storm
 from tests.engine.test_weight_updates import (  # noqa: F401
+    Updated,
     test_an_update_between_sleep_and_waking_up,
     test_an_update_reaches_every_layout,
     test_an_update_under_way_is_as_in_stock_vllm,
@@ -31,6 +43,8 @@ RUNNER_V2 = EngineSpec(
 GPT_OSS = EngineSpec("gpt-oss", "gpt_oss", 2, IN_PLACE | {"experts": "both"}, OPTIONS)
 pytestmark = pytest.mark.engine(COPIES, RUNNER_V2, GPT_OSS)
 ENGINES = {
+    "test_long_storm": [FOUR_RANKS, MIXTURE, COPIES, RUNNER_V2, V2, GPT_OSS, LATENT, LINEAR]
+} | {
     test: [COPIES, RUNNER_V2]
     for test in (
         "test_an_update_between_sleep_and_waking_up",
@@ -39,3 +53,9 @@ ENGINES = {
         "test_what_happens_in_an_update_by_layers",
     )
 }
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_long_storm(updated: Updated, seed: int) -> None:  # noqa: F811
+    """Of updates and switches, while requests run."""
+    check_storm(updated, seed, count=24)

@@ -33,3 +33,10 @@ class UpdatesByLayer(WeightUpdates):
 
         with set_current_vllm_config(self.model_runner.vllm_config):
             finalize_layerwise_reload(self.model_runner.model, self.model_config)
+
+    def load_by_layers(self, path: str) -> None:
+        """All of it in one call, as VeRL's receiver does in place of `load_all` (its PR 7987)."""
+        self.begin_update()
+        for half in range(2):
+            self.load_half(path, half)
+        self.end_update()

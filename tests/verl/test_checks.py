@@ -51,7 +51,6 @@ def rollout(**changes: Any) -> dict[str, Any]:
 def test_configs_that_pass() -> None:
     check_rollout(rollout(), {"lora_rank": 0}, gpus_per_node=8, world_size=16)
     check_rollout(rollout(), {"lora_rank": 8, "lora": {"rank": 0, "merge": True}})
-    static = {"pat": {"policy": {"kind": "static", "tp": 4}}}
     for changes in (
         {
             VLLM + "additional_config": {
@@ -63,8 +62,8 @@ def test_configs_that_pass() -> None:
         {VLLM + "speculative_config": '{"method": "ngram_gpu"}'},
         # Heads that are trained, but not used in rollouts.
         {"mtp": {"enable": True, "enable_rollout": False}},
-        # Possible in one layout.
-        {"full_determinism": True, VLLM + "additional_config": static},
+        # Its VLLM_BATCH_INVARIANT=1 pins a layout.
+        {"full_determinism": True},
     ):
         check_rollout(rollout(**changes))
 
@@ -108,7 +107,6 @@ def test_configs_that_pass() -> None:
         ),
         ({VLLM + "speculative_config": "ngram"}, "must be a mapping, got 'ngram'", "{method:ngram"),
         ({"enable_rollout_routing_replay": True}, "routing_replay=True", "set False"),
-        ({"full_determinism": True}, "rollout.full_determinism=True", "='{kind:static,tp:N}'"),
     ],
 )
 def test_refused(changes: dict[str, Any], option: str, way_out: str) -> None:

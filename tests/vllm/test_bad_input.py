@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from pat_vllm import support
 from pat_vllm.config import pat_config
 from pat_vllm.refused import RULES
 from tests.support.models import random_model
@@ -92,7 +93,7 @@ OPTIONS: list[tuple[str, str, Any, str, dict[str, Any]]] = [
     ("mixtral", "enable_expert_parallel", True, "False", {}),
     ("mixtral", "expert_placement_strategy", "round_robin", "linear",
      dict(enable_expert_parallel=True)),
-    ("mixtral", "moe_backend", "flashinfer_cutlass", "auto, triton", {}),
+    ("mixtral", "moe_backend", "cutlass", "auto, triton, flashinfer_cutlass", {}),
     ("llama", "cpu_offload_gb", 1.5, "0", {}),
     ("llama", "enable_lora", True, "False", {}),
     ("llama", "quantization", "fp8", "None", dict(dtype="bfloat16")),
@@ -129,6 +130,8 @@ SET: list[tuple[str, str, str, Any, str]] = [
     ("llama", "pipeline_parallel_size", "parallel_config.pipeline_parallel_size", 2, "1"),
     ("llama", "nnodes", "parallel_config.nnodes", 2, "1"),
     ("llama", "offload_group_size", "offload_config.prefetch.offload_group_size", 2, "0"),
+    ("llama", "enable_fault_tolerance", "parallel_config.enable_fault_tolerance", True,
+     "False: a core that has failed would wait for orders"),
     ("llama", "ec_transfer_config", "ec_transfer_config", "a config", "None"),
     ("llama", "weight_transfer_config.backend", "weight_transfer_config.backend", "sharded_rdt",
      "nccl, ipc"),
@@ -335,6 +338,26 @@ def test_every_rule_has_a_case() -> None:
     assert {rule.name for rule in RULES if rule.linear} == {
         name for name, model in models.items() if model == "next"
     }
+
+
+@pytest.mark.parametrize("backend", ["flashinfer_cutlass", "flashinfer_trtllm", "aiter"])
+def test_kernels_whose_place_others_take(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Recipes that name them run, with a warning that says what it costs."""
+    from vllm.platforms import current_platform
+
+    warnings: list[str] = []
+    monkeypatch.setattr(support.logger, "warning", lambda text, *of: warnings.append(text % of))
+    config = engine_config(tmp_path, "mixtral", dict(moe_backend=backend))
+    assert config.kernel_config.moe_backend == "auto"
+    monkeypatch.setattr(type(current_platform), "is_cuda_alike", lambda platform: True)
+    for named in (backend, "auto"):
+        config.kernel_config.moe_backend = named
+        support._choose_experts(config)
+        assert config.kernel_config.moe_backend == "triton"
+    assert len(warnings) == 2 and all(f"moe_backend={backend!r}" in line for line in warnings)
+    assert "'triton' takes its place. It costs time" in warnings[1]
 
 
 def test_packed_copies_hold_cut_experts(tmp_path: Path) -> None:

@@ -14,11 +14,12 @@ import pytest
 from vllm.config import CacheConfig
 
 from pat_vllm import support
-from pat_vllm.config import CHOSEN, PATConfig, layouts_of, pat_config
+from pat_vllm.config import CHOSEN, PATConfig, default_layout, layouts_of, pat_config
 from pat_vllm.doctor.arithmetic import engine_shape
 from pat_vllm.gpus import GPUS
 from pat_vllm.known_models import MODEL_SHAPES
 from pat_vllm.memory.buffers import EngineShape
+from pat_vllm.policy_config import StaticPolicyConfig
 from tests.support.models import random_model
 from tests.unit.simulator.modelled.test_choice import QWEN3_8B, QWEN3_32B
 
@@ -101,6 +102,43 @@ def test_it_is_chosen_once(monkeypatch: pytest.MonkeyPatch, lines: list[str]) ->
     monkeypatch.setattr(support, "_device", lambda config: 1 / 0)
     support.prepare(config)
     assert config.additional_config == before and len(lines) == 1
+
+
+@pytest.mark.parametrize(
+    "model, pat, expected",
+    [
+        ("qwen3", {}, "tp4dp1"),  # as vLLM's own engine
+        ("qwen3", {"layouts": [1, 2]}, "tp2dp2"),
+        ("qwen3", {"policy": {"kind": "static", "tp": 1}}, "tp1dp4"),
+        ("qwen3", {"policy": {"kind": "schedule", "switch_at": {4: 4}}}, "tp4dp1"),
+        ("qwen3", {"draft_history_file": "rows.bin"}, "tp4dp1"),
+        ("qwen3_moe", {"experts": "both"}, "tp4dp1"),
+        ("qwen3_moe", {"experts": "both", "policy": {"kind": "static", "tp": 1}}, "tp1dp4"),
+        ("qwen3_moe", {"policy": {"kind": "static", "tp": "tp4dp1ep"}}, "tp4dp1ep"),
+    ],
+    ids=str,
+)
+def test_batch_invariance_pins_one_layout(
+    monkeypatch: pytest.MonkeyPatch,
+    lines: list[str],
+    model: str,
+    pat: dict[str, Any],
+    expected: str,
+) -> None:
+    """No switch, no draft length and no draft depends on time any more; the log, and with it the
+    report, says so."""
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    config = engine_config(random_model(model), 4, pat, max_model_len=512)
+    (only,) = layouts_of(config)
+    assert str(only) == expected
+    assert isinstance(pat_config(config).policy, StaticPolicyConfig)
+    assert default_layout(config) == only
+    assert pat_config(config).draft_history_bytes == 0
+    assert f"VLLM_BATCH_INVARIANT=1 pins tp={only.tp}: " in lines[0]
+    assert config.additional_config[CHOSEN].startswith("pinned by VLLM_BATCH_INVARIANT=1: ")
+    before = dict(config.additional_config)
+    support.prepare(config)
+    assert config.additional_config == before and len(lines) == 2
 
 
 def test_what_a_user_names_is_kept_and_warned_of(

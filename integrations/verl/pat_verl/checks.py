@@ -12,7 +12,6 @@ from typing import Any
 from pat_vllm.config import PATConfig
 from pat_vllm.draft_schedule import DRAFTERS
 from pat_vllm.files.reading import read_json_object
-from pat_vllm.policy_config import StaticPolicyConfig
 
 NAME = "pat"
 """Value of `rollout.name` that asks for PAT; also vLLM's name of the executor backend."""
@@ -212,14 +211,6 @@ def _found(rollout: Any, model: Any) -> list[tuple[str, Any, str]]:
         "PAT does not hand on which experts were chosen: set False",
         bool(_get(rollout, "enable_rollout_routing_replay")),
     )
-    if _get(rollout, "full_determinism") and not isinstance(
-        pat_options(rollout).policy, StaticPolicyConfig
-    ):
-        refuse(
-            "full_determinism",
-            "when a layout changes depends on time, and its sums are in another order: set "
-            f"{_KWARGS}.additional_config.pat.policy='{{kind:static,tp:N}}', or False",
-        )
 
     rank = _number(model, "lora.rank", 0) or _number(model, "lora_rank", 0)
     if rank > 0 and not _get(model, "lora.merge"):

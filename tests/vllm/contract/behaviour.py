@@ -15,6 +15,12 @@ vllm.v1.engine.core.EngineCoreProc.run_engine_core
     (?s)signal\.signal\(signal\.SIGTERM, signal\.SIG_DFL\)\s+
     signal\.signal\(signal\.SIGINT, signal\.SIG_DFL\).*engine_core\.shutdown\(\)
     a core's signals get their default action before it ends (`end_in_order`)
+vllm.v1.engine
+    PauseMode = Literal\['abort', 'wait', 'keep'\]
+    the pauses that switches are tested with; `recompute` drops KV that layouts have
+vllm.v1.engine.core.EngineCoreProc.pause_scheduler
+    (?s)if mode not in get_args\(PauseMode\):\s+raise ValueError\(f'Invalid pause mode: \{mode\}'\)
+    another is refused by name
 vllm.v1.engine.llm_engine.LLMEngine.__init__
     StatLoggerManager\(vllm_config=vllm_config,
     its loggers are made for a config that names PAT's connector (`tell_loggers`)

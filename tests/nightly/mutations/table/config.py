@@ -25,6 +25,15 @@ MUTATIONS = mutations({
         ("a part of a GPU is a whole one", "gpus:known_gpu", "near and named", "named"),
         ("a GPU of another name is known", "gpus:known_gpu", "near and named", "near"),
     ],
+    "tests/vllm/test_layout_choice.py::test_batch_invariance_pins_one_layout": [
+        ("a batch-invariant engine switches", "support:_pin_layout", "not envs.VLLM_BATCH_INVARIANT", "True"),
+        ("that a layout is pinned is not written down", "support:_choose_layouts", "pinned + choice.found", "choice.found"),
+        ("of several layouts the narrowest is pinned", "config:PATConfig.pinned", "max(self._sizes(world_size))", "min(self._sizes(world_size))"),
+        ("the layout that a user stays in is not pinned", "config:PATConfig.pinned", "name = self.policy.tp", "pass"),
+        ("experts of a pinned layout lie in both ways", "config:PATConfig.pinned", '"auto" if self.experts == "both" else self.experts', "self.experts"),
+        ("spread experts of a pinned layout are cut", "config:PATConfig.pinned", '.experts == "ep"', '.experts == "tp"'),
+        ("earlier responses draft in a batch-invariant engine", "config:PATConfig.pinned", '"draft_history_bytes": 0', '"draft_history_bytes": 1'),
+    ],
     "tests/vllm/test_layout_choice.py": [
         ("layouts are chosen anew", "support:_choose_layouts", "chosen(vllm_config)", "False"),
         ("what is chosen is not written down", "support:_choose_layouts", "_set_options(vllm_config, choice.options, ", "_set_options(vllm_config, {}, "),
@@ -162,6 +171,9 @@ MUTATIONS = mutations({
         ("an all-reduce of one group in a process is not refused", "refused:_variable", "getattr(envs, name)", "False"),
         ("NUMA binding is refused where ranks are in order", "refused:_numa_bind", "parallel.numa_bind and any(device_of(rank, ranks) != rank for rank in range(ranks))", "parallel.numa_bind"),
         ("bad files are found by the scheduler", "support:prepare", "_check_profile(pat_config(vllm_config).policy)", "pass"),
+        ("kernels that layouts cannot share are kept", "support:_choose_experts", '("auto", *RUN_BY_TRITON)', '("auto",)'),
+        ("that kernels are replaced is not told", "support:_choose_experts", "if kernels.moe_backend in RUN_BY_TRITON:", "if False:"),
+        ("kernels that recipes name are refused", "refused:_other_than", "None if value in served else value", "None if value in served[:2] else value"),
         ("packed copies of both kinds of experts", "support:_choose_experts", 'if (experts := pat_config(vllm_config).experts) == "auto":', 'if (experts := pat_config(vllm_config).experts) == "none":'),
     ],
     "tests/vllm/test_plugin.py": [

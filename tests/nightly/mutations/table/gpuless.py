@@ -20,6 +20,9 @@ MUTATIONS = mutations({
         ("groups are made by their members only", "worker.runtime:make_tp_group", "in range(layout.replicas)", "in [torch.distributed.get_rank() % layout.replicas]"),
         ("a rank measures its layouts in another order", "worker.gpu_worker:PATGPUWorker.determine_available_memory", "reversed(runtimes)", "(runtimes if self.rank == 1 else reversed(runtimes))"),
         ("a layout keeps the workspace of another", "patches.groups:_change_workspaces", "vars(module).update(", "dict().update("),
+        ("workspaces of other layouts stay in a sleep", "patches.groups:_change_workspaces", 'replace(module, "_fi_ar_workspaces_for_group", _find_in_every_layout)', "pass"),
+        ("a group finds the active workspaces only", "patches.groups:_find_in_every_layout", "(*stock(group), *own)", "(*stock(group),)"),
+        ("a workspace is given back twice", "patches.groups:_find_in_every_layout", "[*{id(workspace): workspace for workspace in (*stock(group), *own)}.values()]", "[*stock(group), *own, *own]"),
         ("ranks taken for devices", "patches.groups:probe_p2p_between", "if not current_platform.is_cuda()", "if True"),
     ],
     "tests/gpuless/test_compile_keys.py": [
