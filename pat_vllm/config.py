@@ -19,6 +19,7 @@ from pydantic import (
 )
 
 from pat_vllm.files.reading import cut, shown
+from pat_vllm.layer_sizes import fields_of
 from pat_vllm.layout import Layout
 from pat_vllm.moe_config import MoEConfig, WantedExperts
 from pat_vllm.policy_config import (
@@ -302,7 +303,7 @@ def layout_name(vllm_config: Any) -> str | None:
 def mixture_of(vllm_config: Any) -> MoEConfig | None:
     """The experts of an engine's model; None: it has none."""
     config = getattr(vllm_config.model_config, "hf_text_config", None)
-    return None if config is None else MoEConfig.from_config(config.to_dict())
+    return None if config is None else MoEConfig.from_config(fields_of(config))
 
 
 def default_layout(vllm_config: Any) -> Layout:

@@ -169,11 +169,17 @@ def cut(text: str, most: int = _MOST_CHARACTERS) -> str:
     return text if len(text) <= most else f"{text[: most // 2]}...{text[-most // 4 :]}"
 
 
-def first_problem(error: ValidationError) -> str:
-    """Where in a value pydantic has found the first mistake, and which."""
+def first_problem(error: ValidationError, most: int = _MOST_CHARACTERS) -> str:
+    """Where in a value pydantic has found the first mistake, and which, without pydantic's words.
+
+    Args:
+        most: characters of each.
+    """
     first = error.errors(include_url=False)[0]
-    where = cut(".".join(map(str, first["loc"])))
-    return f"{where}: {cut(first['msg'])}" if where else cut(first["msg"])
+    where = cut(".".join(map(str, first["loc"])), most)
+    # It puts "Value error, " before a sentence of ours.
+    said = str(first["ctx"]["error"]) if first["type"] == "value_error" else first["msg"]
+    return f"{where}: {cut(said, most)}" if where else cut(said, most)
 
 
 def set_aside(path: Path, option: str, error: FileError) -> None:
