@@ -18,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from pat_vllm.files.reading import cut, shown
+from pat_vllm.files.reading import cut, said_of, shown
 from pat_vllm.layer_sizes import fields_of
 from pat_vllm.layout import Layout
 from pat_vllm.moe_config import MoEConfig, WantedExperts
@@ -346,7 +346,7 @@ def _describe(error: Any) -> str:
             f"unknown option {option!r} (value {shown(error['input'])}); "
             f"allowed: {', '.join(PATConfig.model_fields)}"
         )
-    problem = cut(error["msg"], 400)
+    problem = cut(said_of(error), 400)
     if error["loc"] == ("policy",) and error["type"] != "union_tag_invalid":
         problem = (
             "expected an object with a 'kind' ('static', 'schedule', 'predictor') and its options, "

@@ -127,6 +127,8 @@ def _openrlhf(options: Mapping[str, Any], engines: int) -> str:
     notes = ""
     if "enable_expert_parallel" in options:
         notes += "# with enable_expert_parallel of vLLM's\n"
+    if "language_model_only" in options:
+        notes += "# WITHOUT language_model_only=True of the other forms: OpenRLHF has no option\n"
     if pat and drafts:
         words.append(f"--vllm.speculative_config '{json.dumps(drafts)}'")
     elif drafts:

@@ -177,9 +177,13 @@ def first_problem(error: ValidationError, most: int = _MOST_CHARACTERS) -> str:
     """
     first = error.errors(include_url=False)[0]
     where = cut(".".join(map(str, first["loc"])), most)
-    # It puts "Value error, " before a sentence of ours.
-    said = str(first["ctx"]["error"]) if first["type"] == "value_error" else first["msg"]
-    return f"{where}: {cut(said, most)}" if where else cut(said, most)
+    said = cut(said_of(first), most)
+    return f"{where}: {said}" if where else said
+
+
+def said_of(error: Any) -> str:
+    """What one of pydantic's errors says, without the words that it puts before those of ours."""
+    return str(error["ctx"]["error"] if error["type"] == "value_error" else error["msg"])
 
 
 def set_aside(path: Path, option: str, error: FileError) -> None:

@@ -1,4 +1,4 @@
-"""Shape fields of published `config.json`s, as their files have them, and how large the models are."""
+"""Shape fields of published `config.json`s, as their files have them, and sizes of the models."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ from pat_vllm.known_models import MODEL_SHAPES
 from pat_vllm.layer_sizes import fields_of
 from pat_vllm.model_classes import MODEL_CLASSES, ModelClass
 from pat_vllm.model_size import ModelSize
+from tests.support.command_line import invoke
 from tests.support.published import REFUSED, SIZES
 from tests.vllm.test_bad_input import inspect_here  # noqa: F401
 
@@ -123,6 +124,31 @@ def test_published_sizes(name: str, tmp_path: Path) -> None:
     assert size.window_layers == windows.get(name, 0)
     if name == "gemma-3-27b":
         assert (size.head_dim, size.vocab, size.tied) == (128, 262208, True)
+
+
+def test_the_command_takes_defaults_from_transformers(tmp_path: Path) -> None:
+    _, config = SIZES["gemma-3-27b"]
+    output = tmp_path / "advice.json"
+    code, text = invoke(
+        *("advise", "--model", written(tmp_path, "gemma", config), "--gpu", "H200", "--gpus", "2"),
+        *("--responses", "8", "--max-tokens", "64", "--iterations", "2", "--output", str(output)),
+        *("--processes", "1"),
+    )
+    assert code == 0, text
+    content = json.loads(output.read_text())
+    assert "27.01 billion parameters" in content["profile"]["note"]
+    assert "language_model_only=True" in content["settings"]["LLM"]
+    words, config = REFUSED["Granite-4.0-H-Micro"]
+    code, text = invoke("advise", "--model", written(tmp_path, "g", config), "--gpu", "H100")
+    assert code == 2 and words in text
+
+
+@pytest.mark.parametrize("fields", [{"hidden_size": "x"}, {"num_hidden_layers": None}])
+def test_what_transformers_cannot_read_is_an_error(fields: dict[str, Any], tmp_path: Path) -> None:
+    _, config = SIZES["Qwen2.5-7B"]
+    model = written(tmp_path, "odd", {**config, **fields})
+    with pytest.raises(ValueError, match=r"transformers cannot read|the model's config has no"):
+        ModelSize.of(named_config(model, with_defaults).fields)
 
 
 def engine(model: str, **options: Any) -> dict[str, Any]:
