@@ -138,7 +138,8 @@ SIZES: dict[str, tuple[float, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
-    # Text alone. 12.2 billion of the smaller one are with its tower of 0.42.
+    # Text alone. 12.2 billion of the smaller one are with its tower and projector: 27 layers of
+    # 4 x 1152 x 1152 and 2 x 1152 x 4304 weights, and their embeddings, 0.42 billion.
     "gemma-3-12b": (
         12.2 - 0.42,
         {
