@@ -18,7 +18,8 @@ from pydantic import (
     model_validator,
 )
 
-from pat_vllm.files.reading import cut, shown
+from pat_vllm.files.reading import cut, said_of, shown
+from pat_vllm.layer_sizes import fields_of
 from pat_vllm.layout import Layout
 from pat_vllm.moe_config import MoEConfig, WantedExperts
 from pat_vllm.policy_config import (
@@ -325,7 +326,7 @@ def layout_name(vllm_config: Any) -> str | None:
 def mixture_of(vllm_config: Any) -> MoEConfig | None:
     """The experts of an engine's model; None: it has none."""
     config = getattr(vllm_config.model_config, "hf_text_config", None)
-    return None if config is None else MoEConfig.from_config(config.to_dict())
+    return None if config is None else MoEConfig.from_config(fields_of(config))
 
 
 def default_layout(vllm_config: Any) -> Layout:
@@ -368,7 +369,7 @@ def _describe(error: Any) -> str:
             f"unknown option {option!r} (value {shown(error['input'])}); "
             f"allowed: {', '.join(PATConfig.model_fields)}"
         )
-    problem = cut(error["msg"], 400)
+    problem = cut(said_of(error), 400)
     if error["loc"] == ("policy",) and error["type"] != "union_tag_invalid":
         problem = (
             "expected an object with a 'kind' ('static', 'schedule', 'predictor') and its options, "

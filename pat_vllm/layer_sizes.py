@@ -7,23 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-_EXPERT_COUNTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
+from pat_vllm.model_classes import EXPERT_COUNTS, class_of, known_class
+
 _EXPERT_WIDTHS = ("moe_intermediate_size", "intermediate_size")
-MIXTURES = (
-    "deepseek_v2",
-    "deepseek_v3",
-    "glm4_moe",
-    "gpt_oss",
-    "mixtral",
-    "olmoe",
-    "qwen2_moe",
-    "qwen3_5_moe_text",
-    "qwen3_moe",
-    "qwen3_next",
-)
-"""Values of `model_type` of the mixtures of experts whose layers are known here."""
-_MAMBA = "mamba_num_heads"
-"""Field of the config.json of models with Mamba2 as Nemotron-H has it."""
+_KINDS_OF_LAYERS = ("hybrid_override_pattern", "layers_block_type", "layer_types", "block_types")
+"""Fields of a `config.json` that say what each layer is."""
+_STATES = frozenset({"linear_attention", "mamba", "mamba2", "conv", "recurrent", "hybrid", "M"})
+"""What layers are called there that have states."""
 _ALONE = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 _ALONE |= {"mamba": "linear_attention", "attention": "full_attention"}
 """What a layer of Nemotron-H has, by how a `config.json` names it."""
@@ -61,6 +51,21 @@ def text_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return tied | text
 
 
+def fields_of(config: Any) -> dict[str, Any]:
+    """The fields of a config of transformers', defaults included."""
+    fields: dict[str, Any] = config.to_dict()
+    kinds = getattr(config, "layers_block_type", None)  # Jamba's is made of other fields
+    return fields if kinds is None else {**fields, "layers_block_type": list(kinds)}
+
+
+def has_states(config: Mapping[str, Any]) -> bool:
+    """Whether some layers are of Mamba, linear attention or their like, by what layers are."""
+    if "state_size" in config or size_of(config, "attn_layer_period") > 1:
+        return True  # of Mamba, all; of Jamba, those between layers with attention
+    kinds = [config[name] for name in _KINDS_OF_LAYERS if isinstance(config.get(name), str | list)]
+    return any(kind in _STATES for layers in kinds for kind in map(str, layers))
+
+
 def alone_in_layers(config: Mapping[str, Any]) -> list[str] | None:
     """Of models whose layers have attention or linear attention or an MLP or experts: which.
 
@@ -68,6 +73,8 @@ def alone_in_layers(config: Mapping[str, Any]) -> list[str] | None:
         "full_attention", "linear_attention", "mlp" or "moe" for each layer; None: layers have
         attention of some kind, and an MLP or experts.
     """
+    if (known := class_of(config)) is None or known.linear != "mamba2":
+        return None
     for name in ("hybrid_override_pattern", "layers_block_type"):
         if isinstance(kinds := config.get(name), str | list):
             return [_ALONE.get(kind, kind) for kind in map(str, kinds)]
@@ -77,9 +84,15 @@ def alone_in_layers(config: Mapping[str, Any]) -> list[str] | None:
 def linear_heads(config: Mapping[str, Any]) -> int:
     """Into how many parts linear attention can be cut: key heads, of Mamba2 groups; 0: no model
     with linear attention that is known here."""
-    if config.get(_MAMBA):
-        return size_of(config, "n_groups")
-    return size_of(config, "linear_num_key_heads")
+    heads = {"mamba2": "n_groups", "delta_net": "linear_num_key_heads"}
+    known = class_of(config)
+    return size_of(config, heads[known.linear]) if known and known.linear else 0
+
+
+def names_experts(config: Mapping[str, Any]) -> str | None:
+    """The field that has the number of a layer's experts; None: the model has none."""
+    named = next((name for name in EXPERT_COUNTS if config.get(name)), None)
+    return named if may_have_experts(config) else None
 
 
 def experts_of(config: Mapping[str, Any]) -> tuple[int, int] | None:
@@ -90,7 +103,7 @@ def experts_of(config: Mapping[str, Any]) -> tuple[int, int] | None:
         return None
     sizes: list[Any] = [
         next((config[name] for name in names if config.get(name)), None)
-        for names in (_EXPERT_COUNTS, _EXPERT_WIDTHS)
+        for names in (EXPERT_COUNTS, _EXPERT_WIDTHS)
     ]
     known = all(type(value) is int and 0 < value <= _MOST for value in sizes)
     return (sizes[0], sizes[1]) if known else None
@@ -128,17 +141,16 @@ class ExpertSizes:
         """From the contents of a `config.json`; None: the model has no experts.
 
         Raises:
-            ValueError: it has, but is none of the `MIXTURES`, or a token goes to more than there
-                are.
+            ValueError: it has, but no mixture is known of its class, or a token goes to more than
+                there are.
         """
-        named = next((name for name in _EXPERT_COUNTS if config.get(name)), None)
-        if named is None or not may_have_experts(config):
+        if (named := names_experts(config)) is None:
             return None
-        experts, kind = experts_of(config), config.get("model_type")
-        if experts is None or kind not in MIXTURES or not config.get("num_experts_per_tok"):
+        experts, known = experts_of(config), known_class(config)
+        if experts is None or not known.mixture or not config.get("num_experts_per_tok"):
             raise ValueError(
-                f"the model's config has {named}: a mixture of experts of model_type {kind!r} "
-                f"cannot be modelled; those of {', '.join(MIXTURES)} can, with num_experts_per_tok"
+                f"the model's config has {named}: of {known.names[0]}, no sizes of a mixture of "
+                "experts are known, or num_experts_per_tok is missing"
             )
         count, intermediate = experts
         per_token = size_of(config, "num_experts_per_tok")
@@ -146,8 +158,8 @@ class ExpertSizes:
             raise ValueError(f"a token goes to 1 to {count} experts, not to {per_token}")
         shared = size_of(config, "shared_expert_intermediate_size")
         gated = bool(shared)
-        if kind in ("deepseek_v2", "deepseek_v3", "glm4_moe"):
-            shared = intermediate * size_of(config, "n_shared_experts")
+        if number := size_of(config, "n_shared_experts"):
+            shared = intermediate * number
         return cls(
             count=count,
             per_token=per_token,
@@ -187,7 +199,8 @@ def _has_experts(config: Mapping[str, Any], layer: int) -> bool:
 
 def layers_with_windows(config: Mapping[str, Any]) -> int:
     """Layers with a sliding window."""
-    if not size_of(config, "sliding_window") or config.get("use_sliding_window") is False:
+    used = config.get("use_sliding_window", known_class(config).windows)
+    if not size_of(config, "sliding_window") or not used:
         return 0
     layers, kinds = layers_of(config), config.get("layer_types")
     if isinstance(kinds, list):
@@ -273,7 +286,7 @@ class LinearSizes:
             return cls(
                 layers=alone.count("linear_attention"),
                 keys=keys,
-                values=size_of(config, _MAMBA),
+                values=size_of(config, "mamba_num_heads"),
                 key=size_of(config, "ssm_state_size"),
                 value=size_of(config, "mamba_head_dim"),
                 kernel=size_of(config, "conv_kernel"),
@@ -294,7 +307,7 @@ class LinearSizes:
             value=size_of(config, "linear_value_head_dim"),
             kernel=size_of(config, "linear_conv_kernel_dim"),
             wide=config.get("mamba_ssm_dtype") == "float32",
-            apart=config.get("model_type") != "qwen3_next",
+            apart="qwen3_next" not in known_class(config).model_types,
         )
 
     @property

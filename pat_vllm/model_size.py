@@ -17,6 +17,7 @@ from pat_vllm.layer_sizes import (
     size_of,
 )
 from pat_vllm.layout import Layout
+from pat_vllm.model_classes import known_class
 
 VOCAB_PADDING = 64
 """vLLM pads the vocabulary to a multiple of it."""
@@ -39,8 +40,9 @@ class ModelSize:
             heads, and `head_dim` the width of a query.
         linear: None: every layer has attention.
         gated: whether queries come with gates of the output.
-        mlps: layers that are an MLP without a gate and nothing more, of models whose other layers
-            have none; 0: every layer has an MLP with a gate, or experts.
+        mlps: layers that are an MLP and nothing more, of models whose other layers have none; 0:
+            every layer has an MLP, or experts.
+        mlp_gate: whether MLPs have a gate.
         max_positions: rows of the table of rotary embeddings.
         dtype_bytes: of an element of weights, activations and the KV cache.
     """
@@ -61,6 +63,7 @@ class ModelSize:
     linear: LinearSizes | None = None
     gated: bool = False
     mlps: int = 0
+    mlp_gate: bool = True
     max_positions: int = 0
     dtype_bytes: int = 2
 
@@ -69,9 +72,9 @@ class ModelSize:
         """From the contents of a Hugging Face `config.json`.
 
         Raises:
-            ValueError: a size is missing or none, or the model is of another kind.
+            ValueError: a size is missing or none, or the model's class is not known.
         """
-        alone = alone_in_layers(config)
+        known, alone = known_class(config), alone_in_layers(config)
         experts, layers = ExpertSizes.of(config), layers_of(config)
         needed = ["hidden_size", "num_attention_heads", "vocab_size"]
         if alone is None:
@@ -80,8 +83,8 @@ class ModelSize:
             needed.append("intermediate_size")
         if missing := [name for name in needed if not config.get(name)]:
             raise ValueError(
-                f"the model's config has no {', '.join(missing)}; only decoders such as Llama and "
-                f"Qwen3 can be modelled (shapes at hand: {', '.join(MODEL_SHAPES)})"
+                f"the model's config has no {', '.join(missing)} (shapes at hand: "
+                f"{', '.join(MODEL_SHAPES)})"
             )
         latent = LatentSizes.of(config)
         linear = LinearSizes.of(config)
@@ -102,8 +105,7 @@ class ModelSize:
             latent=latent,
             intermediate=size_of(config, "intermediate_size"),
             vocab=size_of(config, "vocab_size"),
-            # Gemma's files leave it to transformers, which ties only theirs by default.
-            tied=bool(config.get("tie_word_embeddings", "gemma" in str(config.get("model_type")))),
+            tied=bool(config.get("tie_word_embeddings")),
             experts=experts,
             window=size_of(config, "sliding_window"),
             window_layers=layers_with_windows(config),
@@ -112,6 +114,7 @@ class ModelSize:
             and alone is None
             and config.get("attn_output_gate") is not False,
             mlps=0 if alone is None else alone.count("mlp"),
+            mlp_gate=known.gate,
             max_positions=size_of(config, "max_position_embeddings"),
             dtype_bytes=dtype_bytes,
         )
@@ -150,7 +153,7 @@ class ModelSize:
         attention = self.attention_layers * of_layer
         if self.linear is not None:
             attention += self.linear.layers * self.linear.weights(self.hidden) / tp
-        matrices = 2 if self.mlps else 3
+        matrices = 3 if self.mlp_gate else 2
         mlp = self.dense_layers * matrices * self.intermediate / tp
         if self.experts is not None:
             router = self.experts.count + self.experts.shared_gate
@@ -237,7 +240,7 @@ class ModelSize:
             fused = (queries + 2 * self.kv_heads) // base * self.head_dim * self.attention_layers
         if self.linear is not None and self.linear.apart:
             fused += self.linear.rows // base * self.linear.layers
-        if not self.mlps:
+        if self.mlp_gate:
             fused += 2 * self.intermediate // base * self.dense_layers
         if (experts := self.experts) is not None:
             held = (

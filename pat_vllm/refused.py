@@ -1,4 +1,5 @@
-"""What PAT refuses of vLLM's options and models: `RULES`, and how a config is held against them.
+"""What PAT refuses of vLLM's options: `RULES`, and how a config is held against them and the
+rules about models (`model_rules.py`).
 
 docs/limits.md has the same table for users (`tests/unit/test_docs.py`), and each rule has a case in
 `tests/vllm/test_bad_input.py`.
@@ -10,10 +11,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pat_vllm.config import mixture_of
 from pat_vllm.draft_schedule import DRAFTERS
-from pat_vllm.layer_sizes import linear_heads, may_have_experts
+from pat_vllm.layer_sizes import fields_of, linear_heads, may_have_experts
 from pat_vllm.layout import device_of
+from pat_vllm.model_rules import (
+    KINDS_OF_MODELS,
+    QUANTIZATION,
+    RUNNER,
+    ModelFacts,
+    ModelRule,
+    Refused,
+)
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -24,9 +32,6 @@ divided among blocks with fewer heads. The workers refuse others like them when 
 
 RUN_BY_TRITON = ("flashinfer_cutlass", "flashinfer_trtllm", "aiter")
 """Values of `moe_backend` for unquantized experts in whose place PAT has Triton's kernels run."""
-
-_DECODERS = "decoder-only models with full, sliding or latent attention"
-
 
 @dataclass(frozen=True)
 class Rule:
@@ -55,12 +60,12 @@ class Rule:
         return self.kind or self.option
 
 
-def unsupported(vllm_config: VllmConfig) -> list[tuple[str, Any, str]]:
-    """Options that PAT cannot serve, as (option, value, what is allowed)."""
+def unsupported(vllm_config: VllmConfig) -> Refused:
+    """Options that PAT cannot serve."""
     ranks = vllm_config.parallel_config.world_size
-    model = vllm_config.model_config
-    is_mixture = model is not None and model.is_moe and may_have_experts(_fields_of(model))
-    is_linear = model is not None and linear_heads(_fields_of(model)) > 0
+    model = facts_of(vllm_config.model_config) if vllm_config.model_config is not None else None
+    is_mixture = model is not None and model.is_mixture
+    is_linear = model is not None and linear_heads(model.fields) > 0
     return [
         (rule.option, value, rule.allowed.format(ranks=ranks))
         for rule in RULES
@@ -156,20 +161,28 @@ def _images(vllm_config: VllmConfig) -> Any:
     return False if not only and model.supports_multimodal_inputs else None
 
 
-def _fields_of(model: ModelConfig) -> dict[str, Any]:
-    """Of the config.json of a model, and what transformers adds to it."""
-    fields: dict[str, Any] = model.hf_text_config.to_dict()
-    return fields
+def facts_of(model: ModelConfig) -> ModelFacts:
+    """What rules about models look at."""
+    fields = fields_of(model.hf_text_config)
+    return ModelFacts(
+        model.model,
+        fields,
+        runner=model.runner_type,
+        quantization=model.quantization,
+        is_encoder_decoder=model.is_encoder_decoder,
+        is_mixture=model.is_moe and may_have_experts(fields),
+        has_states=model.is_hybrid or model.has_inner_state or model.is_attention_free,
+    )
 
 
-def _models(kind: str, is_refused: Callable[[ModelConfig], bool], allowed: str = _DECODERS) -> Rule:
-    """Refuse a kind of model."""
+def _of_model(rule: ModelRule) -> Rule:
+    """A rule about models, of an engine's."""
 
     def refused(vllm_config: VllmConfig) -> Any:
         model = vllm_config.model_config
-        return f"{model.model} ({kind})" if model is not None and is_refused(model) else None
+        return None if model is None else rule.refused(facts_of(model))
 
-    return Rule("model", refused, allowed, kind)
+    return Rule(rule.option, refused, rule.allowed, rule.kind, rule.mixtures)
 
 
 _KV_DTYPES = ("auto", "float16", "bfloat16", "float32")
@@ -239,12 +252,8 @@ RULES = (
     Rule("kv_events_config", _kv_events, "None"),
     Rule("attention_backend", _attention_backend, "TRITON_ATTN"),
     _only("cache_config.cache_dtype", *_KV_DTYPES, option="kv_cache_dtype"),
-    _only("model_config.runner_type", "generate", option="runner"),
-    Rule(
-        "quantization",
-        _other_than("model_config.quantization"),
-        "None (unquantized weights; of gpt-oss a bfloat16 checkpoint, not MXFP4)",
-    ),
+    _of_model(RUNNER),
+    _of_model(QUANTIZATION),
     Rule("language_model_only", _images, "True, of a class with a vision tower: its text alone"),
     _only("model_config.multimodal_config.enable_mm_embeds", False),
     # Of mixtures of experts. What a layer itself shows, `check_experts` refuses.
@@ -296,33 +305,6 @@ RULES = (
         why="layouts cannot share the inputs that it keeps beside states",
         linear=True,
     ),
-    # Models.
-    Rule(
-        "model",
-        lambda config: (
-            f"{config.model_config.model} (a mixture of experts)"
-            if mixture_of(config) is None
-            else None
-        ),
-        "models whose config has one number of experts and one width for all layers",
-        "a mixture of experts",
-        mixtures=True,
-    ),
-    _models("an encoder-decoder model", lambda model: model.is_encoder_decoder),
-    _models(
-        "a hybrid or Mamba model, but for Gated DeltaNet and Nemotron-H's Mamba2",
-        lambda model: (
-            (model.is_hybrid or model.has_inner_state or model.is_attention_free)
-            and not linear_heads(_fields_of(model))
-        ),
-        "Gated DeltaNet, of Qwen3-Next and Qwen3.5, and Mamba2, of Nemotron-H",
-    ),
-    _models(
-        "a model with sparse attention",
-        # Of DeepSeek V3.2 and V4, whose indexers have weights and a cache of their own.
-        lambda model: any(
-            hasattr(model.hf_text_config, name) for name in ("index_topk", "compress_ratios")
-        ),
-    ),
+    *map(_of_model, KINDS_OF_MODELS),
 )
 """All that is refused, in the order in which an error names it."""

@@ -19,9 +19,10 @@ from pat_vllm.config import (
     pat_config,
 )
 from pat_vllm.gpus import Device
-from pat_vllm.layer_sizes import linear_heads
+from pat_vllm.layer_sizes import fields_of, linear_heads
 from pat_vllm.layout import Layout
 from pat_vllm.memory.buffers import EngineShape
+from pat_vllm.model_rules import refusal
 from pat_vllm.policy_config import PolicyConfig, PredictorPolicyConfig, SchedulePolicyConfig
 from pat_vllm.profiling.samples import Profile
 from pat_vllm.refused import RUN_BY_TRITON, unsupported
@@ -46,12 +47,7 @@ def prepare(vllm_config: VllmConfig) -> None:
         ValueError: an option that PAT does not support; names it, its value and the way out.
     """
     if problems := unsupported(vllm_config):
-        raise ValueError(
-            'distributed_executor_backend="pat" does not support '
-            + "; ".join(
-                f"{option}={value!r} (allowed: {allowed})" for option, value, allowed in problems
-            )
-        )
+        raise ValueError(refusal(problems))
     _choose_experts(vllm_config)
     _check_profile(pat_config(vllm_config).policy)
     _choose_layouts(vllm_config)
@@ -140,7 +136,7 @@ def _choose_layouts(vllm_config: VllmConfig) -> None:
     device, name = _device(vllm_config)
     ranks = vllm_config.parallel_config.tensor_parallel_size
     choice = choose(
-        model.hf_text_config.to_dict(),
+        fields_of(model.hf_text_config),
         pat,
         shape,
         ranks,
@@ -267,7 +263,7 @@ def _check_heads(vllm_config: VllmConfig, layouts: tuple[Layout, ...]) -> None:
     if model is None:
         return
     num_heads = model.model_arch_config.total_num_attention_heads
-    key_heads = linear_heads(model.hf_text_config.to_dict())
+    key_heads = linear_heads(fields_of(model.hf_text_config))
     for layout in layouts:
         if num_heads % layout.tp:
             raise ValueError(

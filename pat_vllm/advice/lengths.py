@@ -9,6 +9,8 @@ one, or by `total_length`, the prompt included. OpenRLHF 0.11.2 writes no file o
 from __future__ import annotations
 
 import contextlib
+import json
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,6 +31,7 @@ from pat_vllm.simulator.traces import (
     MOST_TOKENS,
     LengthTrace,
     TurnLengths,
+    lengths_in,
     load_trace,
 )
 
@@ -42,6 +45,7 @@ TURNS, APPENDED, TOOL = "turns", "appended_length", "tool_seconds"
 _EXPECTED = 4096
 """Responses that stand for what an engine has learnt."""
 
+_AT_LINE = re.compile(r"at line (\d+)")
 _MOST_BYTES = 1 << 30
 """Of a file: it may hold the text of a step."""
 
@@ -124,12 +128,15 @@ def _read_file(path: Path, tokenize: Tokenize | None) -> EarlierRollouts:
     start = text.lstrip()[:1]
     if not start:
         raise ValueError(f"{name_of(path)} is empty; expected {FORMATS}")
-    if start not in "[{" and path.suffix.lower() not in (".json", ".jsonl"):
-        return EarlierRollouts(path.stem, load_trace(path).lengths)
+    if start not in "[{":
+        try:
+            return EarlierRollouts(path.stem, tuple(lengths_in(text)))
+        except ValueError as error:
+            raise ValueError(f"{name_of(path)}: {error}; expected {FORMATS}") from None
     try:
         whole = parse_json(text)
-    except ValueError:
-        return _of_records(path, _json_lines(path, text), tokenize)
+    except ValueError as error:
+        return _of_records(path, _json_lines(path, text, str(error)), tokenize)
     if isinstance(whole, dict) and "lengths" in whole:
         trace = load_trace(path)
         if trace.has_turns:
@@ -182,17 +189,26 @@ def expected_load(pat: PATConfig, engine: EngineShape, ranks: int) -> Load:
     return load
 
 
-def _json_lines(path: Path, text: str) -> list[tuple[str, Any]]:
-    """(where it is, value) of each line."""
-    records = []
-    for number, line in enumerate(text.split("\n"), 1):
+def _json_lines(path: Path, text: str, why: str) -> list[tuple[str, Any]]:
+    """(where it is, value) of each line.
+
+    Args:
+        why: the whole is no JSON.
+    """
+    records: list[tuple[str, Any]] = []
+    lines = text.split("\n")
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
             records.append((f"line {number}", parse_json(line)))
         except ValueError as error:
+            said = str(error)
+            if not records and (at := _AT_LINE.search(why)):  # of one value over several lines
+                number, said = min(int(at[1]), len(lines)), why
             raise ValueError(
-                f"{name_of(path)}, line {number} is no JSON ({error}); expected {FORMATS}"
+                f"{name_of(path)}, line {number} is no JSON ({said}): "
+                f"{shown(lines[number - 1].strip())}; expected {FORMATS}"
             ) from None
     return records
 
@@ -202,15 +218,18 @@ def _of_records(
 ) -> EarlierRollouts:
     if any(isinstance(record, dict) and TURNS in record for _, record in records):
         return _of_trajectories(path, records)
-    if any(isinstance(record, dict) and LENGTH not in record for _, record in records):
+    first = next((record for _, record in records if isinstance(record, dict)), {})
+    if LENGTH not in first and first:
         return _of_texts(path, records, tokenize)
     lengths: list[int] = []
     prompts: list[int] = []
     for where, record in records:
         at = f"{name_of(path)}, {where}"
-        if not isinstance(record, dict):
+        if not isinstance(record, dict) and not first:
             lengths += _whole_numbers(at, "a length", record)
             continue
+        if not isinstance(record, dict) or LENGTH not in record:
+            raise ValueError(f'{at}: it must have "{LENGTH}" as other lines, got {_given(record)}')
         of_record = _whole_numbers(at, LENGTH, record[LENGTH])
         lengths += of_record
         if PROMPT in record:
@@ -274,12 +293,14 @@ def _of_texts(
     texts: list[str] = []
     prompts: list[str] = []
     for where, record in records:
-        text = record.get(TEXT) if isinstance(record, dict) else None
-        if not isinstance(text, str):
-            has = (
-                ", ".join(map(shown, [*record][:12])) if isinstance(record, dict) else shown(record)
+        at = f"{name_of(path)}, {where}"
+        if not isinstance(record, dict) or TEXT not in record:
+            raise ValueError(f"{at} has {_given(record)}; expected {FORMATS}")
+        if not isinstance(text := record[TEXT], str):
+            raise ValueError(
+                f'{at}: "{TEXT}" must be text, got {_given(text)}; leave out responses that were '
+                "aborted"
             )
-            raise ValueError(f"{name_of(path)}, {where} has {has}; expected {FORMATS}")
         texts.append(text)
         if isinstance(prompt := record.get(PROMPT_TEXT), str) and prompt:
             prompts.append(prompt)
@@ -302,15 +323,24 @@ def _of_texts(
     )
 
 
+def _given(value: Any) -> str:
+    """What is there, for messages: as JSON has it, of an object its fields."""
+    if isinstance(value, dict):
+        return ", ".join(map(shown, [*value][:12])) or "{}"
+    return json.dumps(value) if value is None or isinstance(value, bool) else shown(value)
+
+
 def _whole_numbers(at: str, name: str, value: Any) -> list[int]:
     """A number, or a list of them."""
     values: Iterable[Any] = value if isinstance(value, list) else [value]
     numbers = []
-    for number in values:
+    for place, number in enumerate(values, 1):
         if type(number) not in (int, float) or not 1 <= number <= MOST_TOKENS or number % 1:
+            of_list = f" ({place} of {len(value)})" if isinstance(value, list) else ""
             raise ValueError(
                 f"{at}: {name} must be a whole number of tokens, at least 1 and at most "
-                f"{MOST_TOKENS:,}, got {shown(value)}; leave out responses that were aborted"
+                f"{MOST_TOKENS:,}, got {_given(number)}{of_list}; leave out responses that were "
+                "aborted"
             )
         numbers.append(int(number))
     return numbers

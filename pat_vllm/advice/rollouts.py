@@ -9,6 +9,7 @@ from typing import Any
 from pat_vllm.advice.advise_options import AdviseOptions
 from pat_vllm.advice.lengths import EarlierRollouts, Tokenize, read_rollouts
 from pat_vllm.advice.replayed_drafts import DraftsGive, drafts_give
+from pat_vllm.checkpoint import NamedConfig, WithDefaults, config_file, named_config
 from pat_vllm.config import PATConfig
 from pat_vllm.files.reading import cut, read_text, shown
 from pat_vllm.gpus import GPUS, NODE_SIZE, gpu_named
@@ -18,12 +19,7 @@ from pat_vllm.profiling.samples import Profile
 from pat_vllm.simulator.ground_truth import ReplayedGroundTruth
 from pat_vllm.simulator.modelled.batch_time import Load
 from pat_vllm.simulator.modelled.choice import choose
-from pat_vllm.simulator.modelled.hardware import (
-    config_file,
-    measured_noise,
-    modelled_profile,
-    named_config,
-)
+from pat_vllm.simulator.modelled.hardware import measured_noise, modelled_profile
 from pat_vllm.simulator.shapes import GENERATORS
 from pat_vllm.simulator.traces import LONGEST_PROMPT, LengthTrace, load_trace
 
@@ -50,6 +46,7 @@ class Rollouts:
         all_layouts: whether every static layout is replayed in all batches.
         drafts: what drafts would have given to the earlier rollouts; None: nobody asked, or their
             texts are not known.
+        text_only: the model has more than text, of which PAT serves the text alone.
     """
 
     profile: Profile
@@ -57,6 +54,7 @@ class Rollouts:
     chains: tuple[tuple[LengthTrace, ...], ...]
     all_layouts: bool = False
     drafts: DraftsGive | None = None
+    text_only: bool = False
 
     @cached_property
     def batches(self) -> tuple[LengthTrace, ...]:
@@ -88,8 +86,13 @@ class Rollouts:
         return self.static.model_copy(update=limits)
 
 
-def rollouts_of(options: AdviseOptions) -> Rollouts:
+def rollouts_of(
+    options: AdviseOptions, with_defaults: WithDefaults = lambda config: None
+) -> Rollouts:
     """What is to be replayed.
+
+    Args:
+        with_defaults: for the checkpoint's config.
 
     Raises:
         ValueError: an option or a file is wrong, or cannot be read.
@@ -107,7 +110,10 @@ def rollouts_of(options: AdviseOptions) -> Rollouts:
     if options.acceptance is None and earlier and earlier.texts:
         drafts = drafts_give(earlier.texts, max(DRAFT_LENGTHS))
         options = replace(options, acceptance=drafts.acceptance)
-    engine = engine_of(options)
+    model = None
+    if options.profile is None and options.model is not None:
+        model = named_config(options.model, with_defaults)
+    engine = engine_of(options, model)
     if options.acceptance and not any(step.k for step in engine.steps):
         if drafts is None:
             raise ValueError(
@@ -134,15 +140,16 @@ def rollouts_of(options: AdviseOptions) -> Rollouts:
             f"{longest:,} tokens; name more GPUs of a node (--gpus 2 to {NODE_SIZE}), or shorter "
             "responses (--max-tokens)"
         )
-    if options.profile is not None:
-        ours = engine
-    else:
-        ours = _chosen(options, engine, chains[0][0], longest)
-    return Rollouts(ours, engine, chains, options.all_layouts, drafts)
+    ours = engine if model is None else _chosen(options, model, engine, chains[0][0], longest)
+    text_only = model is not None and model.text_only
+    return Rollouts(ours, engine, chains, options.all_layouts, drafts, text_only)
 
 
-def engine_of(options: AdviseOptions) -> Profile:
+def engine_of(options: AdviseOptions, model: NamedConfig | None) -> Profile:
     """The profile that is given, or a modelled one of static engines.
+
+    Args:
+        model: that of --model.
 
     Raises:
         ValueError: an option is wrong or missing.
@@ -150,7 +157,7 @@ def engine_of(options: AdviseOptions) -> Profile:
     if options.profile is not None:
         options.refuse_beside("profile", ("gpu", "gpus", "drafting", "max_num_seqs"))
         return Profile.load(options.profile)
-    if options.gpu is None or options.model is None:
+    if options.gpu is None or model is None:
         missing = "--gpu" if options.gpu is None else "--model"
         raise ValueError(
             f"{missing} is missing; name a modelled GPU (--gpu H100) and a model (--model "
@@ -162,10 +169,9 @@ def engine_of(options: AdviseOptions) -> Profile:
             f"8, and {options.gpus} GPUs leave only groups of 1, nothing to switch between; name "
             "an even number"
         )
-    config, name = named_config(options.model)
-    shape = ModelSize.of(config)
+    shape = ModelSize.of(model.fields)
     if shape.divides(options.gpus):
-        return modelled_engine(options, static=True)
+        return modelled_engine(options, model, static=True)
     allowed = [tp for tp in range(2, NODE_SIZE + 1, 2) if shape.divides(tp)]
     way_out = "an engine on one GPU is all that it can have"
     if allowed:
@@ -174,17 +180,17 @@ def engine_of(options: AdviseOptions) -> Profile:
             "share of the responses (--responses)"
         )
     raise ValueError(
-        f"--gpus is {options.gpus}, but vLLM cannot split {name} over {options.gpus} ranks, with "
-        f"its {shape.heads} attention heads, {shape.kv_heads} KV heads and MLPs of "
+        f"--gpus is {options.gpus}, but vLLM cannot split {model.name} over {options.gpus} ranks, "
+        f"with its {shape.heads} attention heads, {shape.kv_heads} KV heads and MLPs of "
         f"{shape.intermediate}; {way_out}"
     )
 
 
-def modelled_engine(options: AdviseOptions, **more: Any) -> Profile:
-    """The engine of --model and --gpu; `more` as for `modelled_profile`."""
-    assert options.model is not None and options.gpu is not None
+def modelled_engine(options: AdviseOptions, model: NamedConfig, **more: Any) -> Profile:
+    """The engine of a model and --gpu; `more` as for `modelled_profile`."""
+    assert options.gpu is not None
     return modelled_profile(
-        options.model,
+        model,
         options.gpu,
         options.gpus,
         draft_lengths=DRAFT_LENGTHS[1:] if options.acceptance else (),
@@ -209,20 +215,22 @@ def with_room(profile: Profile, tokens: int) -> Profile:
     )
 
 
-def _chosen(options: AdviseOptions, alone: Profile, first: LengthTrace, longest: int) -> Profile:
+def _chosen(
+    options: AdviseOptions, model: NamedConfig, alone: Profile, first: LengthTrace, longest: int
+) -> Profile:
     """PAT's engine, with the layouts that it would choose for such iterations."""
-    assert options.model is not None and options.gpu is not None
+    assert options.gpu is not None
     shape = EngineShape(
         (),
         max_num_seqs=options.max_num_seqs,
         max_model_len=longest,
         num_speculative_tokens=max(DRAFT_LENGTHS) if options.acceptance else 0,
     )
-    config, _ = named_config(options.model)
     device = GPUS[gpu_named(options.gpu)].device
-    choice = choose(config, PATConfig(), shape, options.gpus, device, load=Load.of(first))
+    choice = choose(model.fields, PATConfig(), shape, options.gpus, device, load=Load.of(first))
     sizes = dict.fromkeys(layout.tp for layout in choice.layouts)
-    engine = with_room(modelled_engine(options, layouts=sizes, experts=choice.experts), longest)
+    engine = modelled_engine(options, model, layouts=sizes, experts=choice.experts)
+    engine = with_room(engine, longest)
     if engine.layouts != choice.layouts:
         raise ValueError(
             f"no layout of {alone.title} leaves memory for {longest:,} tokens to wider ones; "

@@ -38,6 +38,7 @@ def settings(
     if advice.pays:
         options = {
             "tensor_parallel_size": rollouts.profile.ranks,
+            "language_model_only": rollouts.text_only or None,
             "distributed_executor_backend": "pat",
             "max_num_seqs": max_num_seqs,
             "speculative_config": ngram_config(rollouts.draft_lengths[-1])
@@ -51,6 +52,7 @@ def settings(
     mixture = rollouts.static.experts is not None
     options = {
         "tensor_parallel_size": layout.tp,
+        "language_model_only": rollouts.text_only or None,
         "enable_expert_parallel": True if mixture and layout.experts == "ep" else None,
         # What it was simulated with: as many requests as PAT's replicas of this layout.
         "max_num_seqs": rollouts.static.max_num_seqs[layout.tp],
@@ -109,6 +111,8 @@ def _verl(options: Mapping[str, Any]) -> Iterator[str]:
         yield f"{_VERL}.expert_parallel_size={options['tensor_parallel_size']}"
     if "max_num_seqs" in options:
         yield f"{_VERL}.max_num_seqs={options['max_num_seqs']}"
+    if "language_model_only" in options:
+        yield f"+{_VLLM_IN_VERL}.language_model_only=true"
     if drafts := options.get("speculative_config"):
         yield f"+{_VLLM_IN_VERL}.speculative_config='{_hydra(drafts)}'"
     for name, value in pat.items():
@@ -123,6 +127,8 @@ def _openrlhf(options: Mapping[str, Any], engines: int) -> str:
     notes = ""
     if "enable_expert_parallel" in options:
         notes += "# with enable_expert_parallel of vLLM's\n"
+    if "language_model_only" in options:
+        notes += "# WITHOUT language_model_only=True of the other forms: OpenRLHF has no option\n"
     if pat and drafts:
         words.append(f"--vllm.speculative_config '{json.dumps(drafts)}'")
     elif drafts:

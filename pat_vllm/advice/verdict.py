@@ -19,6 +19,7 @@ from pat_vllm.advice.simulations import (
     replay,
     seconds_of,
 )
+from pat_vllm.checkpoint import WithDefaults
 
 
 class Source(NamedTuple):
@@ -145,16 +146,21 @@ class Advice:
         return {**static, "drafts": config.drafts, "seconds": self.seconds(config)}
 
 
-def advise(options: AdviseOptions, processes: int = 1) -> Advice:
+def advise(
+    options: AdviseOptions,
+    processes: int = 1,
+    with_defaults: WithDefaults = lambda config: None,
+) -> Advice:
     """Replay what is asked about, and say what follows.
 
     Args:
         processes: processes among which the work is spread.
+        with_defaults: for the checkpoint's config.
 
     Raises:
         ValueError: an option or a file is wrong, or cannot be read.
     """
-    rollouts = rollouts_of(options)
+    rollouts = rollouts_of(options, with_defaults)
     results = replay(rollouts, processes)
     static = [config for config in results if config.layout and not config.own_limits]
     own = best(results, [config for config in results if config.own_limits])

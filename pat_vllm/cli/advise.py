@@ -31,6 +31,7 @@ def advise_user(
 ) -> None:
     """Say whether PAT would pay for your rollouts, and with which settings. Simulated."""
     from pat_vllm.advice.verdict import advise
+    from pat_vllm.cli.with_defaults import with_defaults
     from pat_vllm.files.writing import to_json, write_whole
 
     for option, path in (("output", output), ("plot", plot)):
@@ -41,7 +42,7 @@ def advise_user(
     console = Console(highlight=False)
     began = time.perf_counter()
     with console.status("replaying iterations"):
-        advice = advise(options, processes)
+        advice = advise(options, processes, with_defaults)
     seconds = time.perf_counter() - began
     pasted = _settings(advice, options)
     _show(console, advice, pasted)
@@ -62,7 +63,7 @@ def advise_user(
 
 def _settings(advice: Advice, options: AdviseOptions) -> dict[str, str]:
     from pat_vllm.advice.settings import CHECKPOINT, settings
-    from pat_vllm.simulator.modelled.hardware import config_file
+    from pat_vllm.checkpoint import config_file
 
     file = config_file(options.model) if options.model is not None else None
     model = CHECKPOINT

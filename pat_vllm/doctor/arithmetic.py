@@ -10,15 +10,12 @@ from pat_vllm.advice.lengths import expected_load
 from pat_vllm.config import PATConfig
 from pat_vllm.doctor.report import Check
 from pat_vllm.gpus import Device, gib
-from pat_vllm.layer_sizes import MIXTURES
 from pat_vllm.memory.buffers import EngineShape
 from pat_vllm.memory.estimate import estimate
 from pat_vllm.model_size import ModelSize
 from pat_vllm.moe_config import MoEConfig
 from pat_vllm.simulator.modelled.choice import Choice, choose
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3_5_text", *MIXTURES)
-"""Whose sizes are known to `ModelSize`."""
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -62,9 +59,10 @@ def check_memory(
         chosen: how the layouts were, in a line.
     """
     name = "memory, computed"
-    if config.get("model_type") not in ARCHITECTURES:
-        return Check(name, f"not computed: the sizes of {config.get('model_type')!r} are not known")
-    model = ModelSize.of(config, _DTYPE_BYTES[dtype])
+    try:
+        model = ModelSize.of(config, _DTYPE_BYTES[dtype])
+    except ValueError as error:
+        return Check(name, f"not computed: {error}")
     memory = estimate(model, shape, device)
     tokens = memory.kv_tokens[shape.layouts[0].tp]
     breakdown = (

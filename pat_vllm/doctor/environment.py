@@ -16,17 +16,21 @@ from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from pat_vllm.child import Events
 from pat_vllm.doctor.report import Check
+from pat_vllm.files.reading import first_problem
 from pat_vllm.gpus import Device, GiB, gib
+from pat_vllm.layer_sizes import fields_of
 from pat_vllm.text_only import PACKAGES
 
 _PROCESS_BYTES = 600 << 20
 """Of host memory, about what each of an engine's processes takes on CPU with a tiny model."""
+_LONGEST_SENTENCE = 4000
 _LIBRARIES = ("transformers", "torchvision", "triton", "flashinfer-python", "ray", "numpy")
 
 
@@ -198,8 +202,8 @@ def _choices(engine: dict[str, Any]) -> dict[str, Any]:
         check_vllm_version()
         config = EngineArgs(**engine).create_engine_config()
     except Exception as error:  # a user's mistake may be any exception of vLLM's
-        return {"refused": f"vLLM: {_last(error)}" if "PAT" not in str(error) else str(error)}
-    options = config.model_config.hf_text_config.to_dict()
+        return {"refused": _sentence(error)}
+    options = fields_of(config.model_config.hf_text_config)
     model = json.loads(json.dumps(options, default=str))
     try:
         prepare(config)
@@ -224,11 +228,17 @@ def _choices(engine: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _last(error: Exception) -> str:
-    """Of pydantic's messages, the sentence."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    sentences = [line for line in lines if line.startswith("Value error,")]
-    return (sentences or lines or [type(error).__name__])[0]
+def _sentence(error: Exception) -> str:
+    """What an error says in one sentence, after "vLLM" if it is not PAT's own."""
+    raised, said = error, str(error)
+    if isinstance(error, ValidationError):  # vLLM's configs are pydantic's, which wraps an error
+        raised = error.errors()[0].get("ctx", {}).get("error", error)
+        said = first_problem(error, _LONGEST_SENTENCE)
+    modules = [frame.f_globals["__name__"] for frame, _ in walk_tb(raised.__traceback__)]
+    if isinstance(raised, ValueError) and modules and modules[-1].startswith("pat_vllm."):
+        return said
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    return f"vLLM: {(lines or [type(error).__name__])[0]}"
 
 
 def environment_checks(facts: EnvironmentFacts, ranks: int, machine: bool) -> list[Check]:

@@ -169,11 +169,21 @@ def cut(text: str, most: int = _MOST_CHARACTERS) -> str:
     return text if len(text) <= most else f"{text[: most // 2]}...{text[-most // 4 :]}"
 
 
-def first_problem(error: ValidationError) -> str:
-    """Where in a value pydantic has found the first mistake, and which."""
+def first_problem(error: ValidationError, most: int = _MOST_CHARACTERS) -> str:
+    """Where in a value pydantic has found the first mistake, and which, without pydantic's words.
+
+    Args:
+        most: characters of each.
+    """
     first = error.errors(include_url=False)[0]
-    where = cut(".".join(map(str, first["loc"])))
-    return f"{where}: {cut(first['msg'])}" if where else cut(first["msg"])
+    where = cut(".".join(map(str, first["loc"])), most)
+    said = cut(said_of(first), most)
+    return f"{where}: {said}" if where else said
+
+
+def said_of(error: Any) -> str:
+    """What one of pydantic's errors says, without the words that it puts before those of ours."""
+    return str(error["ctx"]["error"] if error["type"] == "value_error" else error["msg"])
 
 
 def set_aside(path: Path, option: str, error: FileError) -> None:

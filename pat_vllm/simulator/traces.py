@@ -5,6 +5,8 @@ Lengths are in tokens. A length equal to the trace's `max_tokens` is a response 
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -30,6 +32,11 @@ _SHORTEST_PROMPT, LONGEST_PROMPT = 64, 512
 
 _FILE_PROMPT = 256
 """Prompt tokens of a trace file that does not tell."""
+
+_NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", re.ASCII)
+_HEADER = re.compile(r'"?(?!(null|none|nan|n/?a|inf|infinity|true|false)\b)[a-z_][^"]*"?', re.I)
+"""A word of a line that names columns: neither a number nor what stands where one is missing."""
+_PROMPTS = "num_prompt_tokens"
 
 MOST_TOKENS = 1 << 24
 """Of a prompt or a response."""
@@ -233,7 +240,7 @@ def load_trace(path: Path) -> LengthTrace:
     """A trace from a file.
 
     A `.json` file holds an object with `lengths` and, where wanted, the other fields of
-    `LengthTrace`; any other file one length per line, after an optional header, with `#` comments.
+    `LengthTrace`; any other file is read by `lengths_in`.
     Default: a batch of unrelated prompts of 256 tokens, bounded by the longest response.
 
     Raises:
@@ -244,31 +251,59 @@ def load_trace(path: Path) -> LengthTrace:
         if path.suffix.lower() == ".json":
             data = read_json(path)
         else:
-            data = {"lengths": _lines(read_text(path))}
+            data = {"lengths": lengths_in(read_text(path))}
         if not isinstance(data, dict) or "lengths" not in data:
             raise ValueError('expected a JSON object like {"lengths": [120, 4000]}')
         name = cut(str(data.get("name", path.stem)), 80)
+        data |= {field: _whole(data[field]) for field in ("lengths", _PROMPTS) if field in data}
         return TypeAdapter(LengthTrace).validate_python({**data, "name": name})
     except ValidationError as error:
         problem = first_problem(error)
+        if isinstance(value := error.errors()[0]["input"], str | float | int | None):
+            problem += f", got {shown(value)}"
     except ValueError as error:
         problem = str(error)
     raise FileError(f"{name_of(path)} is not a length trace: {problem}")
 
 
-def _lines(text: str) -> list[int]:
+def _whole(values: Any) -> Any:
+    """The same, with whole numbers where numbers are whole."""
+    if not isinstance(values, list):
+        return values
+    return [int(v) if isinstance(v, float) and v.is_integer() else v for v in values]
+
+
+def lengths_in(text: str) -> list[int]:
+    """Lengths in a text that is no JSON: a number a line, after an optional line of words, with `#`
+    comments; or all of them on one line.
+
+    Raises:
+        ValueError: says which line is something else, and what is there.
+    """
+    lines = [line.partition("#")[0].strip() for line in text.splitlines()]
+    filled = [(number, line) for number, line in enumerate(lines, 1) if line]
+    words = [(number, re.findall(r"[^\s,;]+", line)) for number, line in filled]
+    if words and all(_HEADER.fullmatch(word) for word in words[0][1]):
+        number, header = words.pop(0)
+        if len(header) > 1 and re.search("[,;\t]", lines[number - 1]):
+            raise ValueError(
+                f"line {number} has columns, {shown(lines[number - 1])}; keep that of lengths alone"
+            )
+    if not words:
+        raise ValueError("it has no lengths")
     lengths: list[int] = []
-    first = True
-    for number, line in enumerate(text.splitlines(), 1):
-        word = line.partition("#")[0].strip().rstrip(",;").strip('"')
-        if not word:
-            continue
-        try:
-            lengths.append(int(word))
-        except ValueError:
-            if not first:
+    for number, of_line in words:
+        if len(of_line) != 1 and len(words) > 1:
+            raise ValueError(
+                f"line {number} must be one length in tokens, got {shown(lines[number - 1])}; only "
+                "a line that has all of them may have several"
+            )
+        for word in of_line:
+            value = float(word) if _NUMBER.fullmatch(word := word.strip('"')) else math.nan
+            if not 1 <= value <= MOST_TOKENS or value % 1:
                 raise ValueError(
-                    f"line {number} must be one length in tokens, got {shown(word)}"
-                ) from None
-        first = False
+                    f"line {number} must be one length in tokens, got {shown(word)}; allowed are "
+                    f"whole numbers from 1 to {MOST_TOKENS:,}"
+                )
+            lengths.append(int(value))
     return lengths

@@ -8,9 +8,11 @@ import pytest
 
 from pat_vllm.known_models import MODEL_SHAPES
 from pat_vllm.layer_sizes import experts_of, text_of
+from pat_vllm.layout import Layout
 from pat_vllm.model_size import ModelSize
 
 QWEN3 = {**MODEL_SHAPES["qwen3-30b-a3b"]}
+MISTRAL = {**MODEL_SHAPES["qwen3-8b"], "model_type": "mistral", "num_hidden_layers": 48}
 
 
 @pytest.mark.parametrize(
@@ -28,21 +30,41 @@ def test_layers_with_experts(fields: dict[str, Any], expected: int) -> None:
     assert (size.experts.layers, size.dense_layers) == (expected, 48 - expected)
 
 
-def test_gemma_ties_its_embeddings_where_its_file_does_not_say() -> None:
-    dense = MODEL_SHAPES["qwen3-8b"]
-    fields = {name: value for name, value in dense.items() if name != "tie_word_embeddings"}
-    assert ModelSize.of({**fields, "model_type": "gemma2"}).tied
-    assert not ModelSize.of({**fields, "model_type": "gemma2", "tie_word_embeddings": False}).tied
-    assert not ModelSize.of(fields).tied
+def test_a_class_counts_and_not_its_model_type() -> None:
+    """Kimi K2's is DeepSeek V3's. MLPs have a gate or none by the class, too."""
+    latent = {**MODEL_SHAPES["deepseek-v2-lite"], "architectures": ["DeepseekV3ForCausalLM"]}
+    assert ModelSize.of({**latent, "model_type": "kimi_k2"}) == ModelSize.of(latent)
+    gated = ModelSize.of(MISTRAL)
+    plain = ModelSize.of({**MISTRAL, "architectures": ["Starcoder2ForCausalLM"]})
+    assert gated.layer_weights(2) - plain.layer_weights(2) == 48 * 4096 * 12288 / 2
+    layouts = [Layout.of(tp, 2) for tp in (1, 2)]
+    assert plain.swap_table_bytes(layouts) < gated.swap_table_bytes(layouts)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"model_type": "dbrx"},
+        {"model_type": None},
+        {"model_type": ["llama"]},
+        {"architectures": ["LlamaOfMineForCausalLM"]},
+    ],
+)
+def test_of_a_class_that_is_not_known_nothing_is_computed(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"sizes of .* are not known; known are LlamaForCausalLM"):
+        ModelSize.of({**MODEL_SHAPES["llama-3.1-8b"], **fields})
 
 
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"model_type": "dbrx"}, "has num_experts: .* model_type 'dbrx' .*qwen3_moe"),
-        ({"num_experts_per_tok": None}, "with num_experts_per_tok"),
+        ({"model_type": "qwen3"}, "has num_experts: of Qwen3ForCausalLM, no sizes of a mixture"),
+        ({"num_experts_per_tok": None}, "or num_experts_per_tok is missing"),
         ({"num_experts_per_tok": 129}, "1 to 128 experts, not to 129"),
-        ({"linear_num_key_heads": 2, "full_attention_interval": 64}, "linear attention in all"),
+        (
+            {"model_type": "qwen3_next", "linear_num_key_heads": 2, "full_attention_interval": 64},
+            "linear attention in all",
+        ),
         ({"hidden_size": None, "vocab_size": 0}, "has no hidden_size, vocab_size"),
     ],
 )
@@ -107,7 +129,7 @@ def test_layers_with_mamba2() -> None:
     nano = ModelSize.of(MODEL_SHAPES["nemotron-nano-9b-v2"])
     assert nano.resident_weights(1) / 1e9 == pytest.approx(8.89, abs=0.01)
     assert (nano.layers, nano.attention_layers, nano.dense_layers) == (56, 4, 25)
-    with pytest.raises(ValueError, match=r"has n_routed_experts: .* 'nemotron_h' cannot be"):
+    with pytest.raises(ValueError, match=r"has n_routed_experts: of NemotronHForCausalLM"):
         ModelSize.of(named | {"layers_block_type": ["mamba", "moe", "attention"]})
 
 
@@ -117,13 +139,15 @@ def test_layers_with_mamba2() -> None:
         ({}, 0),
         ({"sliding_window": 4096, "use_sliding_window": False}, 0),
         ({"sliding_window": 4096}, 48),
+        ({"sliding_window": 4096, "model_type": "qwen3"}, 0),
+        ({"sliding_window": 4096, "model_type": "qwen3", "use_sliding_window": True}, 48),
         ({"sliding_window": 4096, "layer_types": ["sliding_attention", "full_attention"] * 24}, 24),
         ({"sliding_window": 4096, "sliding_window_pattern": 6}, 40),
-        ({"sliding_window": 4096, "model_type": "gemma2", "num_experts": None}, 24),
+        ({"sliding_window": 4096, "model_type": "gemma2"}, 24),
     ],
 )
 def test_layers_with_windows(fields: dict[str, Any], layers: int) -> None:
-    size = ModelSize.of({**QWEN3, **fields})
+    size = ModelSize.of({**MISTRAL, **fields})
     assert size.window_layers == layers
     assert size.kv_share(1000) == 1.0
     assert size.kv_share(8192) == pytest.approx(1 - layers / 48 / 2)

@@ -12,12 +12,10 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import permutations, product
 from pathlib import Path
-from typing import Any
 
-from pat_vllm.files.reading import read_json_object, shown
+from pat_vllm.checkpoint import NamedConfig, named_config
 from pat_vllm.gpus import GPUS, NODE_SIZE, Device, GiB, gpu_named
-from pat_vllm.known_models import MODEL_SHAPES
-from pat_vllm.layer_sizes import routing_of, text_of
+from pat_vllm.layer_sizes import routing_of
 from pat_vllm.layout import Layout
 from pat_vllm.limits import Limits
 from pat_vllm.memory.buffers import EngineShape
@@ -50,7 +48,7 @@ _MIXTURE_NOTE = (
 
 
 def modelled_profile(
-    model: str,
+    model: str | NamedConfig,
     gpu: str,
     ranks: int,
     *,
@@ -67,8 +65,7 @@ def modelled_profile(
     layout, the narrowest, in all layouts. Weights and KV are 16-bit.
 
     Args:
-        model: a checkpoint's directory, the path of its `config.json`, or a name in
-            `MODEL_SHAPES`.
+        model: its config, or what `named_config` finds it by.
         gpu: one of `GPUS`, in any case.
         ranks: GPUs, connected as this GPU usually is.
         layouts: tensor-parallel sizes to consider; powers of two when not given. Those that cannot
@@ -82,7 +79,7 @@ def modelled_profile(
     Raises:
         ValueError: an unknown GPU or model, or no layout is possible.
     """
-    model_config, name = named_config(model)
+    model_config, name, _ = model if isinstance(model, NamedConfig) else named_config(model)
     gpu = gpu_named(gpu)
     figures = GPUS[gpu]
     shape = ModelSize.of(model_config)
@@ -143,7 +140,8 @@ def modelled_profile(
             f"{figures.device.memory / GiB:.0f} GiB, {figures.bandwidth / 1e9:.0f} GB/s, "
             f"{figures.flops / 1e12:.1f} TFLOPS dense 16-bit, {figures.link} "
             f"{figures.link_bandwidth / 1e9:.0f} GB/s per direction; shape of the model from its "
-            f"config.json. By the model: {MEMORY_EFFICIENCY:.0%} of the bandwidth, "
+            f"config.json, {shape.resident_weights(1) / 1e9:.2f} billion parameters. By the model: "
+            f"{MEMORY_EFFICIENCY:.0%} of the bandwidth, "
             f"{COMPUTE_EFFICIENCY:.0%} of the FLOPS, {EXCHANGE_EFFICIENCY:.0%} of the link for KV, "
             f"{STEP_OVERHEAD * 1e3:.2f} ms per step, {SAMPLED_TOKEN * 1e6:.1f} us per sampled "
             f"token, {SWITCH_FIXED:.3f} s per switch besides "
@@ -164,30 +162,6 @@ def _kv_tokens(
         layout.tp: estimate(model, static_engine(engine, layout), device).kv_tokens[layout.tp]
         for layout in engine.layouts
     }
-
-
-def named_config(model: str) -> tuple[Mapping[str, Any], str]:
-    """The `config.json` of a model and what to call it; for `model` see `modelled_profile`.
-
-    Raises:
-        ValueError: it is unknown, or its file cannot be read.
-    """
-    if path := config_file(model):
-        return text_of(read_json_object(path, "model config")), path.resolve().parent.name
-    if model not in MODEL_SHAPES:
-        raise ValueError(
-            f"model {shown(model)} is unknown; allowed are {', '.join(MODEL_SHAPES)}, or a path of "
-            "a checkpoint or of its config.json"
-        )
-    return MODEL_SHAPES[model], model
-
-
-def config_file(model: str) -> Path | None:
-    """The config.json of a checkpoint, which `model` may be the path of; None for a name."""
-    path = Path(model)
-    if path.is_dir():
-        return path / "config.json"
-    return path if path.suffix == ".json" else None
 
 
 def measured_noise() -> Profile:

@@ -28,6 +28,7 @@ from pat_vllm.advice.simulations import (
     seconds_of,
 )
 from pat_vllm.advice.verdict import Advice, advise
+from pat_vllm.checkpoint import named_config
 from pat_vllm.config import PATConfig
 from pat_vllm.draft_schedule import Schedule
 from pat_vllm.known_models import MODEL_SHAPES
@@ -192,7 +193,7 @@ def sizes(profile: Profile) -> tuple[int, ...]:
 
 def test_layouts_without_room_for_the_longest_response_are_left_out() -> None:
     options = replace(SMALL, gpus=4, responses=8)
-    everything = engine_of(options)
+    everything = engine_of(options, named_config("llama-3.1-8b"))
     assert sizes(everything) == (1, 2, 4)
     short = rollouts_of(replace(options, max_tokens=everything.kv_tokens[1] // 2))
     long = rollouts_of(replace(options, max_tokens=everything.kv_tokens[1], shape="straggler"))
@@ -404,6 +405,23 @@ def test_settings_with_drafts(accepted: Advice) -> None:
     assert "speculative_config" in plain["LLM"]
     assert "speculative" not in plain["OpenRLHF"]
     assert plain["OpenRLHF"].startswith("# WITHOUT the drafts of the other forms: OpenRLHF has no")
+
+
+def test_settings_of_a_class_with_a_tower_are_for_its_text_alone(
+    tail: Advice, equal: Advice
+) -> None:
+    """PAT's engine would refuse it otherwise."""
+    for advice in (tail, equal):
+        assert not any("language" in text for text in settings(advice, "MODEL", 256).values())
+        rollouts = replace(advice.rollouts, text_only=True)
+        forms = settings(replace(advice, rollouts=rollouts), "MODEL", 256)
+        assert arguments_of(forms["LLM"])["language_model_only"] is True
+        assert "--language-model-only \\\n" in forms["vllm serve"]
+        assert (
+            "+actor_rollout_ref.rollout.engine_kwargs.vllm.language_model_only=true"
+            in (forms["VeRL"])
+        )
+        assert "# WITHOUT language_model_only=True of the other forms" in forms["OpenRLHF"]
 
 
 @pytest.mark.parametrize(

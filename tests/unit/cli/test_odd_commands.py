@@ -89,7 +89,8 @@ def somewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setattr("pat_vllm.cli.profile.take_profile", lambda *_: print("measured"))
         patch.setattr("pat_vllm.doctor.stages.run_stages", lambda *_: iter(()))
         patch.setattr("pat_vllm.cli.engine_run.run", lambda spec, on_result: sys.exit("ran"))
-        patch.setitem(sys.modules, "torch", None)
+        for name in ("torch", "transformers"):
+            patch.setitem(sys.modules, name, None)
         yield
     os.chdir(before)
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from pat_vllm.advice.advise_options import AdviseOptions
 from pat_vllm.advice.rollouts import modelled_engine, rollouts_of
+from pat_vllm.checkpoint import named_config
 from pat_vllm.config import PATConfig
 from pat_vllm.doctor.arithmetic import check_memory, engine_shape
 from pat_vllm.gpus import GPUS
@@ -363,13 +364,14 @@ def test_simulator_advise_and_doctor_grant_what_an_engine_has(
     asked = AdviseOptions(name, gpu, 8, responses=16, max_tokens=256, iterations=2)
     rollouts = rollouts_of(asked)
     for base in (1, 2, 4):
-        profile = modelled_engine(asked, layouts=[tp for tp in (1, 2, 4, 8) if tp >= base])
+        sizes = [tp for tp in (1, 2, 4, 8) if tp >= base]
+        profile = modelled_engine(asked, named_config(name), layouts=sizes)
         if profile.layouts[0].tp != base:
             assert (base, gpu, model) == (1, "A40", QWEN3_30B_A3B), "all experts are too large"
             continue
         if profile.layouts == rollouts.profile.layouts:
             assert rollouts.profile.kv_tokens == profile.kv_tokens
-        config, sizes = MODEL_SHAPES[name], {layout.tp for layout in profile.layouts}
+        config, sizes = MODEL_SHAPES[name], list({layout.tp for layout in profile.layouts})
         kinds: WantedExperts = "both" if base == 1 and model.experts else "auto"
         options = PATConfig(base_tp=base, layouts=tuple(sizes), experts=kinds)
         given = {"max_model_len": 32768}

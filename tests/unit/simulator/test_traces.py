@@ -96,9 +96,9 @@ def test_turns_of_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("a.csv", "", "lengths: Tuple should have at least 1 item"),
+        ("a.csv", "", "it has no lengths"),
         ("a.txt", "length\n3\nmany\n", "line 3 must be one length in tokens, got 'many'"),
-        ("a.txt", "0\n", "lengths.0: Input should be greater than or equal to 1"),
+        ("a.txt", "0\n", "line 1 must be one length in tokens, got '0'; allowed are whole"),
         ("a.json", "{", "is no JSON"),
         ("a.json", "[1]", "expected a JSON object"),
         ("a.json", '{"lengths": [1.5]}', "lengths.0: Input should be a valid integer"),

@@ -54,8 +54,8 @@ MUTATIONS = mutations({
     ],
     "tests/vllm/test_bad_input.py": [
         ("rules about linear attention hold for all", "refused:unsupported", "(is_linear or not rule.linear)", "True"),
-        ("groups of Mamba2 can be copied", "layer_sizes:linear_heads", "if config.get(_MAMBA):", "if False:"),
-        ("dense models are mixtures", "refused:unsupported", " and may_have_experts(_fields_of(model))", ""),
+        ("groups of Mamba2 can be copied", "layer_sizes:linear_heads", '"mamba2": "n_groups"', '"mamba2": "mamba_num_heads"'),
+        ("dense models are mixtures", "refused:facts_of", " and may_have_experts(fields)", ""),
         ("key heads that do not divide are noticed by vLLM", "support:_check_heads", "if key_heads % layout.tp:", "if False:"),
     ],
     "tests/unit/simulator/modelled/test_hardware.py": [
@@ -68,7 +68,7 @@ MUTATIONS = mutations({
     ],
     "tests/unit/test_model_size.py": [
         ("experts that no layer has count", "layer_sizes:may_have_experts", 'alone is None or "moe" in alone', "True"),
-        ("MLPs of Nemotron-H have gates", "model_size:ModelSize.layer_weights", "matrices = 2 if self.mlps else 3", "matrices = 3"),
+        ("all MLPs have gates", "model_size:ModelSize.layer_weights", "matrices = 3 if self.mlp_gate else 2", "matrices = 3"),
         ("queries have no gates", "model_size:ModelSize.layer_weights", "(2 + self.gated) * self.heads", "2 * self.heads"),
     ],
 })
