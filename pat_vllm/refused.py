@@ -33,6 +33,7 @@ divided among blocks with fewer heads. The workers refuse others like them when 
 RUN_BY_TRITON = ("flashinfer_cutlass", "flashinfer_trtllm", "aiter")
 """Values of `moe_backend` for unquantized experts in whose place PAT has Triton's kernels run."""
 
+
 @dataclass(frozen=True)
 class Rule:
     """An option of vLLM's, or a kind of model, that PAT does not serve.
@@ -242,10 +243,12 @@ RULES = (
         _other_than("speculative_config.method", *DRAFTERS),
         f"{', '.join(DRAFTERS)}; layouts cannot share drafters with weights or state yet",
     ),
-    Rule(
+    _only(
         "speculative_config.rejection_sample_method",
-        _equal("speculative_config.rejection_sample_method", "synthetic"),
-        "standard, block: PAT's outputs are those of the model",
+        "standard",
+        "block",
+        why="PAT's outputs are those of the model",
+        option="speculative_config.rejection_sample_method",
     ),
     _only("kv_transfer_config"),
     _only("ec_transfer_config"),

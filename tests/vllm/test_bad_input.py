@@ -138,7 +138,7 @@ SET: list[tuple[str, str, str, Any, str]] = [
     ("llama", "speculative_config.method", "speculative_config.method", "eagle",
      "ngram, ngram_gpu"),
     ("llama", "speculative_config.rejection_sample_method",
-     "speculative_config.rejection_sample_method", "synthetic", "standard, block"),
+     "speculative_config.rejection_sample_method", "fly", "standard, block"),
     ("next", "speculative_config", "speculative_config",
      SimpleNamespace(method="ngram", rejection_sample_method="standard"), "None"),
     ("next", "mamba_cache_mode", "cache_config.mamba_cache_mode", "all", "none, align"),
