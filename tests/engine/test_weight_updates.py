@@ -402,8 +402,9 @@ def test_a_transfer_that_fails(updated: Updated) -> None:
     llm.start_weight_update()
     first, _ = halves(NEW)
     trainer.send(first)
-    with pytest.raises(RuntimeError, match="Invalid update_info"):
-        llm.update_weights({"update_info": {"names": ["of no use"]}})
+    of_no_use: dict[str, Any] = {"names": ["of no use"], "dtype_names": [], "shapes": []}
+    with pytest.raises(RuntimeError, match="`dtype_names` should be of the same size"):
+        llm.update_weights({"update_info": of_no_use})
     with pytest.raises(RuntimeError, match="without a matching start_weight_update"):
         llm.finish_weight_update()
     job = batch()["r0"]
