@@ -23,7 +23,7 @@ from tests.support.models import random_model
 from tests.support.pool import EngineSpec, go_home
 from tests.support.same import PLAIN_TOLERANCE, TOLERANCE, assert_same
 from tests.support.stock import stock_answers
-from tests.support.weight_transfer import trainer_of
+from tests.support.weight_transfer import Trainer, trainer_of
 
 pytestmark = pytest.mark.engine(FOUR_RANKS, MIXTURE, COPIES, LATENT)
 
@@ -128,6 +128,7 @@ def transfer_named_before(llm: Any, model: str) -> None:
     """As vLLM 0.33's own trainers send weights again: they name them in the first transfer only."""
     weights = [weight for half in halves(model) for weight in half]
     trainer = trainer_of(llm)
+    assert isinstance(trainer, Trainer)
     for sent, as_before in ([(n, torch.zeros_like(w)) for n, w in weights], False), (weights, True):
         llm.start_weight_update()
         trainer.send(sent, as_before)

@@ -20,7 +20,6 @@ from vllm.config import vllm as config_module
 from vllm.config.kernel import IrOpPriorityConfig
 from vllm.distributed import parallel_state
 from vllm.platforms import current_platform
-from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 from vllm.v1.worker import gpu_model_runner, gpu_worker, workspace
@@ -49,6 +48,7 @@ from tests.gpuless.gpu_runner import (
     allocated,
     create_builders,
 )
+from tests.gpuless.planning import planning
 from tests.gpuless.replaced import replace
 from tests.support.kinds import full
 
@@ -210,7 +210,9 @@ def start_worker() -> Any:
     available = worker.determine_available_memory()
     worker._exchange.stages = int(staged_by_switches(worker._runtimes) * available)
     groups = [KVCacheGroupSpec(list(specs), next(iter(specs.values())))]
-    kv_cache_config = get_kv_cache_config_from_groups(worker.vllm_config, groups, available)
+    kv_cache_config = planning.get_kv_cache_config_from_groups(
+        worker.vllm_config, groups, available
+    )
     kv_cache_config.kv_cache_layout = KV_LAYOUT.name
     worker.initialize_from_config(kv_cache_config)
     worker.compile_or_warm_up_model()
