@@ -97,6 +97,7 @@ class Runner:
     counters = COUNTERS
     max_num_reqs = 4
     model_state = SimpleNamespace(supports_mm_inputs=False)
+    eplb = SimpleNamespace(suppress=nullcontext)  # since vLLM 0.33
 
     def __init__(self, config: VllmConfig, device: torch.device) -> None:
         self.vllm_config = config
