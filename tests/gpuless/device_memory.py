@@ -28,7 +28,7 @@ from vllm.v1.worker import gpu_worker
 
 from tests.gpuless.replaced import replace
 
-_FACTORIES = (torch.empty, torch.zeros)
+_FACTORIES = (torch.empty, torch.ones, torch.zeros)
 _GARBAGE = 0x5A
 _HELD_ONCE = 2
 """References to an object in a dict, while `sys.getrefcount` is asked about it."""
@@ -281,4 +281,4 @@ class _Allocations(TorchFunctionMode):
         memory = bytearray(num_bytes)
         tensor = torch.frombuffer(memory, dtype=dtype).view(*size)
         self._take(tensor.data_ptr(), memory)
-        return tensor
+        return tensor.fill_(1) if func is torch.ones else tensor

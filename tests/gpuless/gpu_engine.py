@@ -20,7 +20,6 @@ from vllm.config import vllm as config_module
 from vllm.config.kernel import IrOpPriorityConfig
 from vllm.distributed import parallel_state
 from vllm.platforms import current_platform
-from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 from vllm.v1.worker import gpu_model_runner, gpu_worker, workspace
@@ -49,6 +48,7 @@ from tests.gpuless.gpu_runner import (
     allocated,
     create_builders,
 )
+from tests.gpuless.planning import planning, tell_kv_cache_layout
 from tests.gpuless.replaced import replace
 from tests.support.kinds import full
 
@@ -129,6 +129,7 @@ def engine_config() -> VllmConfig:
         seed=0,
         sleep_mode_backend="cumem",
         sleep_preserve_parameter_names=None,
+        supports_kv_cache_grouping=False,
     )
     return config
 
@@ -156,6 +157,8 @@ def imitate_gpus(monkeypatch: pytest.MonkeyPatch, device: DeviceMemory, runner: 
     monkeypatch.setattr(late_memory, "set_current_vllm_config", lambda config: nullcontext())
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", str(int(runner == "v2")))
     put(config_module, "HAS_TRITON", True)
+    # Also asked by the worker since vLLM 0.33.
+    monkeypatch.setattr(gpu_worker, "HAS_TRITON", True, raising=False)
     for module in (model_runner, gpu_model_runner):
         put(module, "GPUModelRunner", RUNNERS[runner])
     put(IrOpPriorityConfig, "set_default", lambda self: None)
@@ -199,7 +202,7 @@ def load_worker() -> Any:
     worker: Any = PATGPUWorker(engine_config(), 0, 0, "", is_driver_worker=True)
     worker.init_device()
     worker.load_model()
-    worker.set_kv_cache_layout(KV_LAYOUT.name)
+    tell_kv_cache_layout(worker, worker.vllm_config, KV_LAYOUT.name)
     return worker
 
 
@@ -210,7 +213,9 @@ def start_worker() -> Any:
     available = worker.determine_available_memory()
     worker._exchange.stages = int(staged_by_switches(worker._runtimes) * available)
     groups = [KVCacheGroupSpec(list(specs), next(iter(specs.values())))]
-    kv_cache_config = get_kv_cache_config_from_groups(worker.vllm_config, groups, available)
+    kv_cache_config = planning.get_kv_cache_config_from_groups(
+        worker.vllm_config, groups, available
+    )
     kv_cache_config.kv_cache_layout = KV_LAYOUT.name
     worker.initialize_from_config(kv_cache_config)
     worker.compile_or_warm_up_model()

@@ -97,6 +97,7 @@ class Runner:
     counters = COUNTERS
     max_num_reqs = 4
     model_state = SimpleNamespace(supports_mm_inputs=False)
+    eplb = SimpleNamespace(suppress=nullcontext)  # since vLLM 0.33
 
     def __init__(self, config: VllmConfig, device: torch.device) -> None:
         self.vllm_config = config
@@ -152,6 +153,7 @@ class Runner:
         kv_cache_allocation_context: Any = None,
     ) -> None:
         assert parallel_state.get_tp_group() is self.group
+        self.is_profiling = is_profiling
         self.tables = torch.zeros(TABLES, dtype=torch.int32).fill_(self.tp)
         group: Any = SimpleNamespace(make=lambda: allocated(self.needs.workspace[self.tp]))
         AttentionGroup.create_metadata_builders(group)
@@ -167,7 +169,8 @@ class Runner:
         self.kv_caches = list(views.values())
 
     def needs_cudagraph_capture(self) -> bool:
-        return False
+        """Graphs are measured (vLLM 0.33 asks here, before its manager), then captured at once."""
+        return self.is_profiling
 
     def maybe_remove_all_loras(self, config: None) -> None:
         pass

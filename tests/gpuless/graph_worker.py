@@ -25,7 +25,6 @@ from vllm.distributed import parallel_state
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
-from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 from vllm.v1.worker import gpu_worker
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -37,6 +36,7 @@ from pat_vllm.patches.expert_layers import _plain_experts
 from pat_vllm.worker import worker as worker_module
 from pat_vllm.worker.gpu_worker import PATGPUWorker
 from tests.gpuless.cuda_graphs import Driver
+from tests.gpuless.planning import plan_kv_cache, tell_kv_cache_layout
 from tests.gpuless.replaced import replace
 from tests.support.models import random_model
 
@@ -144,11 +144,11 @@ class GraphWorker(PATGPUWorker):
             specs = worker.get_kv_cache_spec()
             names = worker.get_supported_kv_cache_layouts()
             layout = resolve_kv_cache_layout(config, [names], list(specs.values()))
-            worker.set_kv_cache_layout(layout.name)
+            tell_kv_cache_layout(worker, config, layout.name)
             driver.phase = "measuring"
             worker.determine_available_memory()
-            (kv_cache_config,) = get_kv_cache_configs(config, [specs], [KV_BYTES])
-            kv_cache_config.kv_cache_layout = layout.name
+            config.cache_config.kv_cache_layout = layout.name
+            kv_cache_config = plan_kv_cache(config, specs, KV_BYTES)
             driver.phase = "starting"
             worker.initialize_from_config(kv_cache_config)
             worker.compile_or_warm_up_model()

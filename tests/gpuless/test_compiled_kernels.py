@@ -16,8 +16,12 @@ import pytest
 import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
-from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, MambaSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+)
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from pat_vllm.kernels import kv, suffix_match, swap
@@ -28,6 +32,7 @@ from pat_vllm.kv_transfer.kv_buffer import SharedKVBuffer
 from pat_vllm.layout import Layout
 from pat_vllm.model_size import ModelSize
 from pat_vllm.worker.layout_config import KV_LAYOUTS, layout_kv_cache_config
+from tests.gpuless.planning import planning
 from tests.support.kinds import full
 from tests.vllm.kernels.triton_kernels import (
     CAPABILITIES,
@@ -63,7 +68,8 @@ def layer_views(
     engine.cache_config.kv_cache_layout = kv_layout
     names = [f"layers.{i}" for i in range(NUM_LAYERS)]
     num_bytes = spec.page_size_bytes * NUM_LAYERS * NUM_BLOCKS
-    base = get_kv_cache_config_from_groups(engine, [KVCacheGroupSpec(names, spec)], num_bytes)
+    groups = [KVCacheGroupSpec(names, spec)]
+    base: KVCacheConfig = planning.get_kv_cache_config_from_groups(engine, groups, num_bytes)
     base.kv_cache_layout = kv_layout
     buffer = SharedKVBuffer()
     buffer.buffer = torch.zeros(num_bytes, dtype=torch.int8)

@@ -144,15 +144,20 @@ class Trainer:
             llm.init_weight_transfer_engine({"init_info": info})
         self.group: Any = joined.result()
 
-    def send(self, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """An `update_weights` with these weights, between start and finish."""
+    def send(self, weights: Sequence[tuple[str, torch.Tensor]], as_before: bool = False) -> None:
+        """An `update_weights` with these weights, between start and finish.
+
+        Args:
+            as_before: their names and shapes are those of the call before, and are not sent again,
+                which vLLM 0.33 allows.
+        """
 
         def broadcast() -> None:
             for _, weight in weights:
                 self.group.broadcast(weight, src=0)
 
         with self._beside(broadcast):
-            self._llm.update_weights({"update_info": _described(weights)})
+            self._llm.update_weights({"update_info": _described([] if as_before else weights)})
 
     @staticmethod
     @contextlib.contextmanager

@@ -196,7 +196,7 @@ UNSUITABLE: list[tuple[str, dict[str, Any], list[str]]] = [
      ["scheduler_cls='my.Scheduler'", "leave it unset"]),
     ("llama", dict(worker_cls="my.Worker"),
      ["worker_cls='my.Worker'", "leave it at 'auto'", "worker_extension_cls"]),
-    ("mamba", dict(enable_lora=True), ["enable_lora=True", "a hybrid or Mamba"]),
+    ("mamba", dict(cpu_offload_gb=1.5), ["cpu_offload_gb=1.5", "a hybrid or Mamba"]),
 ]
 
 # Near neighbours of what is refused.

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import pat_vllm
+from pat_vllm.draft_schedule import ngram_config
 from pat_vllm.plugin import ALLOW_UNTESTED, check_vllm_version, register
 from pat_vllm.text_only import PACKAGES, is_without_vision_and_audio
 from tests.support.models import random_model
@@ -182,6 +183,32 @@ def test_ways_to_ask_are_alike(way: str, executor: Any) -> None:
     config.additional_config = {"pat": {"no": 1}}
     with pytest.raises(ValueError, match="unknown option 'no'"):
         executor.get_class(config)
+
+
+def test_core_and_replicas_hash_blocks_alike(
+    executor: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM 0.33 has hashes cover tokens that a drafter with weights reads behind a block, but not
+    where a connector is configured: it would in the core, and not in replicas. Older ones have
+    neither that nor the option."""
+    from vllm.config import KVTransferConfig, SpeculativeConfig, VllmConfig
+
+    monkeypatch.setattr(SpeculativeConfig, "use_eagle_block_drop", lambda self: True)
+    monkeypatch.setattr(VllmConfig, "num_prefill_lookahead_tokens", 1, raising=False)
+    monkeypatch.setattr(SpeculativeConfig, "disable_lookahead_block_hashes", False, raising=False)
+
+    def lookahead(config: Any, connector: str | None = None) -> int:
+        config.kv_transfer_config = connector and KVTransferConfig(
+            kv_connector=connector, kv_role="kv_both"
+        )
+        return getattr(config, "num_hash_lookahead_tokens", 0)
+
+    options = {"speculative_config": ngram_config(2)}
+    is_newer = hasattr(VllmConfig, "num_hash_lookahead_tokens")
+    assert lookahead(engine_config("mp", **options)) == is_newer
+    config = engine_config("pat", **options)
+    assert config.speculative_config.disable_lookahead_block_hashes
+    assert lookahead(config) == lookahead(config, "PATConnector")
 
 
 @pytest.mark.parametrize("backend", ["mp", "pat", None])

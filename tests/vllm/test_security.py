@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import stat
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,10 +20,12 @@ PAT_COMMANDS = {getattr(rpc, name) for name in dir(rpc) if name.endswith("_COMMA
 def routes(dev_mode: bool) -> set[str]:
     """Paths that `vllm serve` answers, its default flags given."""
     from vllm.entrypoints.launchers.app import build_app
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    arguments = make_arg_parser(FlexibleArgumentParser()).parse_args([])
+    # In "common" since vLLM 0.33.
+    names = (f"vllm.entrypoints.{folder}.cli_args" for folder in ("common", "launchers"))
+    cli_args: Any = importlib.import_module(next(name for name in names if find_spec(name)))
+    arguments = cli_args.make_arg_parser(FlexibleArgumentParser()).parse_args([])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_SERVER_DEV_MODE", str(int(dev_mode)))
         app = build_app(arguments, ("generate",), None)

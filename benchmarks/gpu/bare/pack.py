@@ -29,7 +29,8 @@ annotated_types==0.8.0 apache_tvm_ffi==0.1.15.post2 astor==0.8.1 blake3==1.0.11
 cachetools==8.0.1 cbor2==6.3.0 compressed_tensors==0.17.0 depyf==0.20.0 dill==0.4.1
 fastapi==0.136.3 httpcore2==2.16.2 httpx2==2.16.2 ijson==3.6.0 interegular==0.3.3 jiter==0.19.0
 jsonschema==4.26.0 jsonschema_specifications==2025.9.1 lark==1.2.2 lightgbm==4.7.0
-llguidance==1.7.6 lm_format_enforcer==0.11.3 loguru==0.7.3 msgspec==0.22.0 openai==3.54.0
+llguidance==1.7.6 lm_format_enforcer==0.11.3 loguru==0.7.3 msgspec==0.22.0 multidict==7.2.1
+openai==3.54.0 orjson==3.13.0
 opentelemetry_api==1.45.2 opentelemetry_sdk==1.45.2 opentelemetry_semantic_conventions==0.66b2
 opentelemetry_semantic_conventions_ai==0.5.1 oss_harmony==0.0.11 outlines_core==0.2.14
 partial_json_parser==0.2.1.1.post7 prometheus_fastapi_instrumentator==8.1.0 pybase64==1.5.1
@@ -40,7 +41,7 @@ typing_inspection==0.4.5 uvicorn==0.54.0 watchfiles==1.3.0 xgrammar==0.2.8
 execnet hypothesis iniconfig pluggy pytest>=8,<9.2 pytest-timeout>=2.3 pytest-xdist>=3.6
 sortedcontainers
 """
-"""Without their dependencies: what vLLM 0.32, PAT and `tests/gpu` import beside what comes with
+"""Without their dependencies: what vLLM 0.33, PAT and `tests/gpu` import beside what comes with
 torch 2.11, Triton, transformers, typer, matplotlib and scipy, which the machine has. A dense 16-bit
 model runs without flashinfer, tilelang, cutlass-dsl, quack-kernels, torchcodec, PyNvVideoCodec,
 ray, mistral_common, anthropic, mcp and exporters of telemetry."""
@@ -127,7 +128,7 @@ def pack(files: Iterable[tuple[str, bytes]], folder: Path, most: int) -> list[Pa
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.bare.pack", description=__doc__)
-    parser.add_argument("--vllm", default="0.32.0", help="version")
+    parser.add_argument("--vllm", default="0.33.0", help="version")
     parser.add_argument("--experts", action="store_true", help="also kernels for experts, 38 MB")
     parser.add_argument("--piece", type=int, default=50_000_000, help="bytes of a piece, at most")
     given = parser.parse_args()

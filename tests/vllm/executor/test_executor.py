@@ -99,6 +99,9 @@ class RealExecutor(PATExecutor):
         begin(self)
         self.futures_queue: deque[Any] = deque()
         self.sleeping_tags: set[str] = set()
+        # Asked by vLLM 0.33 where a worker fails.
+        parallel = SimpleNamespace(enable_fault_tolerance=False)
+        self.vllm_config: Any = SimpleNamespace(parallel_config=parallel)
 
 
 @pytest.fixture(params=["multiproc", "ray, another node"])

@@ -212,6 +212,7 @@ MUTATIONS = mutations({
         ("a call is sent to an engine without PAT", "api:_check_runs_pat", "if not runs_pat(vllm_config):", "if False:"),
         ("vLLM never looks at vision models", "plugin:register", "if is_without_vision_and_audio():", "if True:"),
         ("executors given as a class are not prepared", "plugin:_executor_class", 'getattr(chosen, "is_pat", False)', "vllm_config.parallel_config.distributed_executor_backend == BACKEND"),
+        ("the core's hashes cover tokens that those of replicas do not", "support:_hash_blocks_alone", "disable_lookahead_block_hashes = True", "disable_lookahead_block_hashes = False"),
     ],
     "tests/unit/cli/test_demo.py": [
         ("noise is a gain", "cli.demo:verdict", "if abs(change) <= noise:", "if False:"),
