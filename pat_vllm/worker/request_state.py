@@ -265,7 +265,7 @@ class V2RequestStateTransfer:
 
     def watch(self, runner: RunnerV2) -> None:
         states, sampler = runner.req_states, runner.sampler
-        # vLLM 0.31 has no processors of the user's here.
+        # A model may bring a sampler of its own, which has none.
         processors = [p for p in getattr(sampler, "logits_processors", ()) if is_users(p)]
         carried = self._carried[id(runner)] = [
             CarriedState(p, states.max_num_reqs, runner.device, foreign=vars(states).values())

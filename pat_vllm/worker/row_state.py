@@ -55,7 +55,7 @@ class RowState:
         """
         self.owner = owner
         self._num_rows = num_rows
-        self._foreign = {id(value) for value in foreign}
+        self._foreign = {id(value) for value in foreign if not isinstance(value, int | float | str)}
         self._filled: set[Path] = set()
         self._lists: set[Path] = set()
         self._elements: dict[Path, list[int]] = {}
@@ -147,7 +147,7 @@ class RowState:
                 yield (*path, name), value
                 kind = type(value)
                 own = kind.__module__.partition(".")[0] == package and not isinstance(value, type)
-                # What vLLM itself has is looked into one by one: it refers to whole engines.
+                # An object of vLLM's may refer to the whole engine.
                 if kind.__name__ in _BUFFERS or (own and package != "vllm"):
                     seen.add(id(value))
                     queue.append(((*path, name), value))
