@@ -233,6 +233,8 @@ def _restore_added(
 ) -> Iterator[tuple[AddedRequest, Callable[[], None]]]:
     """Of requests that come to a batch those that another layout's runner had, and what gives each
     its row's state back."""
+    if not state.waiting:
+        return
     state.keep(runner.requests)
     by_list = {id(runner.requests[id_].output_token_ids): id_ for id_ in state.waiting}
     for request in added:
