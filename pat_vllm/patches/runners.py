@@ -246,7 +246,9 @@ def share_grammar_bitmask(runner: RunnerV2, host: RunnerV2) -> None:
 def restore_added_rows(
     processor: Any,
     method: str,
-    carried: Callable[[Sequence[AddedRequest]], Iterable[tuple[AddedRequest, Callable[[], None]]]],
+    carried: Callable[
+        [Sequence[AddedRequest]], Iterable[tuple[AddedRequest, Callable[[], object]]]
+    ],
 ) -> None:
     """Have a logits processor of a Model Runner V1 get the state of rows that others had.
 
@@ -261,7 +263,7 @@ def restore_added_rows(
     update = getattr(processor, method)
 
     def update_in_two(batch_update: BatchUpdate | None) -> None:
-        restores = list(carried(batch_update.added)) if batch_update else []
+        restores = list(carried(batch_update.added)) if batch_update is not None else []
         if batch_update is None or not restores:
             update(batch_update)
             return
@@ -269,28 +271,35 @@ def restore_added_rows(
         update(replace(batch_update, added=arrived, moved=[]))
         for _, restore in restores:
             restore()
-        # A row that changes places with itself: what follows from rows is computed again.
-        row = arrived[0][0]
-        moved = [(row, row, MoveDirectionality.SWAP), *batch_update.moved]
-        added = [request for request in batch_update.added if request not in arrived]
+        known = set(map(id, arrived))
+        added = [request for request in batch_update.added if id(request) not in known]
+        moved = [*batch_update.moved]
+        if len(arrived) > 1:
+            # Two rows change places and back: what follows from rows is computed again.
+            swap = (arrived[0][0], arrived[1][0], MoveDirectionality.SWAP)
+            moved = [swap, swap, *moved]
         update(replace(batch_update, removed=[], added=added, moved=moved))
 
     setattr(processor, method, update_in_two)
 
 
-def restore_written_rows(sampler: Sampler, restore: Callable[[], bool]) -> None:
+def restore_written_rows(
+    sampler: Sampler, restore: Callable[[], Iterable[Callable[[], object]]]
+) -> None:
     """Have a Model Runner V2 call `restore` when its logits processors know of new requests.
 
     Without it: see `restore_added_rows`. Missing seam: a logits processor that is given a state.
 
     Args:
-        restore: returns whether it has changed what they keep.
+        restore: returns what is to be called when they have written to the device, which may
+            overwrite what was restored there.
     """
     apply = sampler.apply_staged_writes
 
-    def apply_and_restore() -> None:
+    def restore_and_apply() -> None:
+        again = restore()
         apply()
-        if restore():
-            apply()  # what they keep on the host, too, has to come to the device again
+        for restore_on_device in again:
+            restore_on_device()
 
-    sampler.apply_staged_writes = apply_and_restore  # type: ignore[method-assign]
+    sampler.apply_staged_writes = restore_and_apply  # type: ignore[method-assign]

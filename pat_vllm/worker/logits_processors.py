@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
-from pat_vllm.worker.row_state import Path, RowState
+from pat_vllm.worker.row_state import Path, RowState, RowValues
 
 logger = init_logger(__name__)
 
@@ -23,8 +24,9 @@ Lists: TypeAlias = Mapping[str, list[int] | None]
 """A request's lists of tokens that its runner goes on to append to, by name. Processors refer to
 them."""
 
-Packed: TypeAlias = dict[Path, bytes]
-"""What a processor keeps for one request: pickled, but for references to `Lists` and the device."""
+Packed: TypeAlias = list[bytes]
+"""What a processor keeps for one request: pickled, but for references to `Lists`, the device, the
+processor and what it keeps beside rows. It is one piece, if all of it can be pickled."""
 
 
 def is_users(processor: Any) -> bool:
@@ -46,6 +48,7 @@ class CarriedState:
         self.waiting: dict[str, Packed] = {}
         self._rows = RowState(processor, num_rows, tuple(foreign))
         self._take = self._rows.look()
+        self._shared = self._rows.references()
         self._device = device
         self._users = is_users(processor)
 
@@ -54,13 +57,19 @@ class CarriedState:
         for request_id in self.waiting.keys() - set(request_ids):
             del self.waiting[request_id]
 
-    def look(self) -> None:
-        """Find what is kept by row now. To be called before what is kept for requests is taken."""
-        self._take = self._rows.look()
+    def look(self, rows: Collection[int] | None = None) -> None:
+        """Find what is kept by row now. To be called before what is kept for requests is taken.
+
+        Args:
+            rows: those that have requests; None: any may have.
+        """
+        self._take = self._rows.look(rows)
+        self._shared = self._rows.references()
         if self._users and (changed := self._rows.changed_beside()):
             logger.warning_once(
-                "The logits processor %s has changed %s, which is not kept by row of its batch: a "
-                "switch does not carry it, and each layout goes on with its own",
+                "The logits processor %s has changed %s, kept beside the rows of its batch: no "
+                "switch carries it, and each layout goes on with its own, which does no harm to a "
+                "cache or to what follows from the rows",
                 self._rows.name,
                 ", ".join(changed),
             )
@@ -73,42 +82,65 @@ class CarriedState:
         """
         if row is None:
             return self.waiting.get(request_id)
-        packed: Packed = {}
-        for path, value in self._take(row).items():
-            try:
-                packed[path] = _dumps(value, lists)
-            except Exception as error:
-                logger.warning_once(
-                    "A switch cannot carry what the logits processor %s keeps for a request in "
-                    "%s, which begins anew: %s",
-                    self._rows.name,
-                    ".".join(path),
-                    error,
-                )
-        return packed
+        values = self._take(row)
+        try:
+            return [_dumps(values, lists, self._shared)]
+        except Exception:
+            packed = [self._pack(path, value, lists) for path, value in values.items()]
+            return [each for each in packed if each is not None]
 
-    def restore(self, request_id: str, row: int, lists: Lists) -> None:
-        """Give a request that waits, and has a row now, what was kept for it."""
-        packed = self.waiting.pop(request_id)
-        values = {path: _loads(data, lists, self._device) for path, data in packed.items()}
-        if lost := self._rows.restore(row, values):
+    def _pack(self, path: Path, value: Any, lists: Lists) -> bytes | None:
+        """One of the values of a row; None: it cannot be pickled, which is told."""
+        try:
+            return _dumps({path: value}, lists, self._shared)
+        except Exception as error:
             logger.warning_once(
-                "The logits processor %s has no %s in this layout for what a switch carried",
+                "A switch cannot carry what the logits processor %s keeps for a request in %s, "
+                "which begins anew: %s",
                 self._rows.name,
-                ", ".join(map(".".join, lost)),
+                ".".join(path),
+                type(error).__name__,
             )
+            return None
+
+    def restore(self, request_id: str, row: int, lists: Lists) -> Callable[[], object]:
+        """Give a request that waits, and has a row now, what was kept for it.
+
+        Returns:
+            What gives it the tensors once more, if the processor has overwritten them.
+        """
+        shared = self._rows.references()
+        values: RowValues = {}
+        for data in self.waiting.pop(request_id):
+            try:
+                values |= _loads(data, lists, self._device, shared)
+            except Exception as error:
+                self._tell_lost(type(error).__name__)
+        for path in self._rows.restore(row, values):
+            self._tell_lost(".".join(path))
+        tensors = {path: each for path, each in values.items() if isinstance(each, torch.Tensor)}
+        return partial(self._rows.restore, row, tensors)
+
+    def _tell_lost(self, what: str) -> None:
+        logger.warning_once(
+            "The logits processor %s begins anew in this layout with what a switch carried: %s",
+            self._rows.name,
+            what,
+        )
 
 
 class _Pickler(pickle.Pickler):
     """Pickles but for what every runner has its own of."""
 
-    def __init__(self, file: io.BytesIO, lists: Lists) -> None:
+    def __init__(self, file: io.BytesIO, lists: Lists, shared: Mapping[Path, Any]) -> None:
         super().__init__(file)
-        self._names = {id(tokens): name for name, tokens in lists.items() if tokens is not None}
+        named: list[tuple[Any, Any]] = [(("tokens", name), each) for name, each in lists.items()]
+        named += [(("shared", path), value) for path, value in shared.items()]
+        self._names = {id(value): name for name, value in named if value is not None}
 
     def persistent_id(self, obj: Any) -> Any:
         if (name := self._names.get(id(obj))) is not None:
-            return "tokens", name
+            return name
         if isinstance(obj, torch.device):
             return "device", obj.type == "cpu"
         if isinstance(obj, torch.Tensor) and obj.device.type != "cpu":
@@ -121,25 +153,33 @@ class _Pickler(pickle.Pickler):
 class _Unpickler(pickle.Unpickler):
     """Reads what `_Pickler` wrote."""
 
-    def __init__(self, file: io.BytesIO, lists: Lists, device: torch.device) -> None:
+    def __init__(
+        self, file: io.BytesIO, lists: Lists, device: torch.device, shared: Mapping[Path, Any]
+    ) -> None:
         super().__init__(file)
         self._lists = lists
         self._device = device
+        self._shared = shared
 
     def persistent_load(self, pid: Any) -> Any:
         kind, value = pid
         if kind == "tokens":
             return self._lists[value]
+        if kind == "shared":
+            return self._shared[value]
         if kind == "device":
             return torch.device("cpu") if value else self._device
         return value.to(self._device)
 
 
-def _dumps(value: Any, lists: Lists) -> bytes:
+def _dumps(values: RowValues, lists: Lists, shared: Mapping[Path, Any]) -> bytes:
     file = io.BytesIO()
-    _Pickler(file, lists).dump(value)
+    _Pickler(file, lists, shared).dump(values)
     return file.getvalue()
 
 
-def _loads(data: bytes, lists: Lists, device: torch.device) -> Any:
-    return _Unpickler(io.BytesIO(data), lists, device).load()
+def _loads(
+    data: bytes, lists: Lists, device: torch.device, shared: Mapping[Path, Any]
+) -> RowValues:
+    values: RowValues = _Unpickler(io.BytesIO(data), lists, device, shared).load()
+    return values

@@ -163,7 +163,7 @@ class V1RequestStateTransfer:
         states = {}
         processors, rows = self._carried.get(id(runner), ()), runner.input_batch.req_id_to_index
         for processor in processors:
-            processor.look()
+            processor.look(rows.values())
         for request_id in request_ids:
             state: CachedRequestState | None = runner.requests.get(request_id)
             if state is None:
@@ -230,7 +230,7 @@ def _lists_of(state: CachedRequestState) -> Lists:
 
 def _restore_added(
     runner: RunnerV1, state: CarriedState, added: Sequence[AddedRequest]
-) -> Iterator[tuple[AddedRequest, Callable[[], None]]]:
+) -> Iterator[tuple[AddedRequest, Callable[[], object]]]:
     """Of requests that come to a batch those that another layout's runner had, and what gives each
     its row's state back."""
     if not state.waiting:
@@ -301,17 +301,17 @@ class V2RequestStateTransfer:
         share_grammar_bitmask(runner, host)
 
 
-def _restore_written(runner: RunnerV2, carried: Sequence[CarriedState]) -> bool:
+def _restore_written(
+    runner: RunnerV2, carried: Sequence[CarriedState]
+) -> list[Callable[[], object]]:
     """Give requests that have come from another layout's runner their rows' state back.
 
     Returns:
-        Whether there were any.
+        What gives them tensors once more.
     """
     rows = runner.req_states.req_id_to_index
     arrived = [(s, id_) for s in carried for id_ in s.waiting.keys() & rows.keys()]
-    for state, request_id in arrived:
-        state.restore(request_id, rows[request_id], {})
-    return bool(arrived)
+    return [state.restore(request_id, rows[request_id], {}) for state, request_id in arrived]
 
 
 def _wait(

@@ -8,6 +8,7 @@ by row, and lists and arrays with an element for each row.
 from __future__ import annotations
 
 import pickle
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from enum import Enum
 from typing import Any, TypeAlias
@@ -28,8 +29,11 @@ class Entry(Enum):
     NONE = "a dict has no entry for the row"
 
 
-_BUFFERS = frozenset({"UvaBackedTensor", "StagedWriteTensor"})
-"""vLLM's classes of arrays that exist on the host and the device; their fields are looked into."""
+_BUFFERS = {"UvaBackedTensor": ("np",), "StagedWriteTensor": ("gpu",)}
+"""vLLM's classes of arrays that are on the host and the device, and where their values are."""
+_PLAIN = (int, float, str, bytes, type(None))
+_FEW = 4096
+"""Elements of what is compared by its contents, where it belongs to no row."""
 
 
 class RowState:
@@ -37,12 +41,14 @@ class RowState:
 
     The object is looked at when it is made, before it has a row:
 
-    * A dict belongs to rows if it was empty, and has no other keys than rows.
+    * A dict belongs to rows if it was empty, or had an equal value for every row, and has no other
+      keys than rows.
     * A list or array with an element for each row belongs to rows if all elements were equal, or if
       it is an array that came later. If they were not, it may be a table, and only elements that
       have changed since belong to rows.
 
-    Fields of the object's own classes are looked into, those of other packages are not.
+    Objects of the owner's own package are looked into, those of other packages are not. What cannot
+    be looked at, whatever it raises, belongs to no row.
     """
 
     def __init__(self, owner: Any, num_rows: int, foreign: Collection[Any] = ()) -> None:
@@ -51,38 +57,54 @@ class RowState:
         Args:
             owner: for example a logits processor.
             num_rows: the most rows of its batch.
-            foreign: objects that it refers to and does not own.
+            foreign: objects that it refers to and does not own, with what these consist of.
         """
         self.owner = owner
         self._num_rows = num_rows
-        self._foreign = {id(value) for value in foreign if not isinstance(value, int | float | str)}
-        self._filled: set[Path] = set()
+        parts = [part for value in foreign for part in (value, *_fields(value).values())]
+        self._foreign = {id(part) for part in parts if not isinstance(part, _PLAIN)}
         self._lists: set[Path] = set()
+        self._dicts: set[Path] = set()
         self._elements: dict[Path, list[int]] = {}
-        for path, value in self._containers():
-            if isinstance(value, dict):
-                self._filled |= {path} if value else set()
-                continue
-            if isinstance(value, list):
-                self._lists.add(path)
-            if not _uniform(value):
-                self._elements[path] = [_print_of(element) for element in value]
-        self._plain = dict(self._plain_values())
+        self._beside: dict[Path, Any] = {}
+        for path, value in self._attributes():
+            if not self._begin(path, value):
+                self._beside[path] = _print_beside(value)
 
     @property
     def name(self) -> str:
         """The owner's class, as its user knows it."""
         return type(self.owner).__qualname__
 
-    def look(self) -> Callable[[int], RowValues]:
+    def _begin(self, path: Path, value: Any) -> bool:
+        """Remember what may belong to rows; False: this does not."""
+        try:
+            if isinstance(value, dict):
+                filled = set(value) == set(range(self._num_rows)) and _uniform([*value.values()])
+                if not value or filled:
+                    self._dicts.add(path)
+                return path in self._dicts
+            if not self._has_elements(value):
+                return False
+            if not _uniform(value):
+                self._elements[path] = [_print_of(element) for element in value]
+            if isinstance(value, list):
+                self._lists.add(path)
+            return True
+        except Exception:
+            return False
+
+    def look(self, rows: Collection[int] | None = None) -> Callable[[int], RowValues]:
         """Find what belongs to rows now.
+
+        Args:
+            rows: those that have requests; None: any may have.
 
         Returns:
             What takes a row: its values, arrays as copies on the CPU.
         """
-        places = [
-            (path, value) for path, value in self._containers() if self._has_rows(path, value)
-        ]
+        taken = range(self._num_rows) if rows is None else set(rows)
+        places = list(self._places(taken))
 
         def take(row: int) -> RowValues:
             values: RowValues = {}
@@ -97,11 +119,17 @@ class RowState:
 
         return take
 
-    def _has_rows(self, path: Path, value: Any) -> bool:
-        if isinstance(value, dict):
-            return path not in self._filled and all(map(self._is_row, value))
-        # A list that was not there at first has grown to this length.
-        return not isinstance(value, list) or path in self._lists
+    def _places(self, rows: Collection[int]) -> Iterator[tuple[Path, Any]]:
+        """What belongs to rows, of which these have requests."""
+        for path, value in self._attributes():
+            if isinstance(value, dict):
+                found = path in self._dicts and all(key in rows for key in value)
+            else:
+                # A list that was not there at first has grown to this length.
+                grown = isinstance(value, list) and path not in self._lists
+                found = self._has_elements(value) and not grown
+            if found:
+                yield path, value
 
     def restore(self, row: int, values: Mapping[Path, Any]) -> list[Path]:
         """Give a row what was taken from another one of the same class.
@@ -109,31 +137,37 @@ class RowState:
         Returns:
             Where the owner has no place for it.
         """
-        places = dict(self._containers())
+        attributes = dict(self._attributes())
         lost = []
         for path, value in values.items():
-            place = places.get(path)
-            if place is None:
+            try:
+                place = attributes[path]
+                if value is Entry.NONE:
+                    place.pop(row, None)
+                elif isinstance(place, torch.Tensor):
+                    place[row] = torch.as_tensor(value)
+                else:
+                    place[row] = value
+            except Exception:
                 lost.append(path)
-            elif value is Entry.NONE:
-                place.pop(row, None)
-            elif isinstance(place, torch.Tensor):
-                place[row] = torch.as_tensor(value)
-            else:
-                place[row] = value
         return lost
 
+    def references(self) -> dict[Path, Any]:
+        """The owner and what it keeps beside rows: objects that rows may refer to."""
+        shared: dict[Path, Any] = {(): self.owner}
+        for path, value in self._attributes():
+            if path in self._beside and not isinstance(value, (*_PLAIN, tuple, frozenset)):
+                shared[path] = value
+        return shared
+
     def changed_beside(self) -> list[str]:
-        """Numbers, texts and sets, which belong to no row, that are not as they were at first."""
-        now = dict(self._plain_values())
+        """Attributes that belong to no row, and are not as they were at first."""
+        now = dict(self._attributes())
         return [
             ".".join(path)
-            for path, value in self._plain.items()
-            if path in now and now[path] != value
+            for path, value in self._beside.items()
+            if path in now and _print_beside(now[path]) != value
         ]
-
-    def _is_row(self, key: Any) -> bool:
-        return isinstance(key, int | np.integer) and 0 <= int(key) < self._num_rows
 
     def _attributes(self) -> Iterator[tuple[Path, Any]]:
         """Every attribute of the owner, and of what it owns of its own package."""
@@ -141,8 +175,9 @@ class RowState:
         seen = {id(self.owner), *self._foreign}
         queue: list[tuple[Path, Any]] = [((), self.owner)]
         for path, holder in queue:
-            for name, value in list(getattr(holder, "__dict__", {}).items()):
-                if id(value) in seen:
+            names = _BUFFERS.get(type(holder).__name__)
+            for name, value in _fields(holder).items():
+                if id(value) in seen or (names is not None and name not in names):
                     continue
                 yield (*path, name), value
                 kind = type(value)
@@ -152,29 +187,34 @@ class RowState:
                     seen.add(id(value))
                     queue.append(((*path, name), value))
 
-    def _containers(self) -> Iterator[tuple[Path, Any]]:
-        """Dicts, and lists and arrays that have an element for each row."""
-        for path, value in self._attributes():
-            if isinstance(value, dict) or (
-                isinstance(value, list | np.ndarray | torch.Tensor)
-                and np.ndim(value) > 0
-                and len(value) == self._num_rows
-            ):
-                yield path, value
+    def _has_elements(self, value: Any) -> bool:
+        """Whether it is a list or array with an element for each row."""
+        try:
+            if isinstance(value, torch.Tensor):
+                plain = value.layout == torch.strided and not (value.is_meta or value.is_nested)
+                return plain and value.ndim > 0 and len(value) == self._num_rows
+            if isinstance(value, np.ndarray):
+                return value.ndim > 0 and len(value) == self._num_rows
+            return isinstance(value, list) and len(value) == self._num_rows
+        except Exception:
+            return False
 
-    def _plain_values(self) -> Iterator[tuple[Path, Any]]:
-        for path, value in self._attributes():
-            if isinstance(value, int | float | str):
-                yield path, value
-            elif isinstance(value, set):
-                yield path, len(value)
+
+def _fields(holder: Any) -> dict[str, Any]:
+    """Attributes of an object, those in slots included."""
+    fields = dict(getattr(holder, "__dict__", {}))
+    for kind in type(holder).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if not name.startswith("__") and hasattr(holder, name):
+                fields[name] = getattr(holder, name)
+    return fields
 
 
 def _uniform(elements: list[Any] | np.ndarray | torch.Tensor) -> bool:
     """Whether all elements along the first axis are equal."""
-    if isinstance(elements, list):
-        return len(set(map(_print_of, elements))) == 1
-    return bool((elements == elements[:1]).all())
+    first = _print_of(elements[0])
+    return all(_print_of(element) == first for element in elements)
 
 
 def _copied(element: Any) -> Any:
@@ -187,10 +227,27 @@ def _copied(element: Any) -> Any:
 def _print_of(element: Any) -> int:
     """A number that differs where elements differ."""
     if isinstance(element, torch.Tensor):
-        element = element.detach().cpu().reshape(-1).view(torch.uint8).numpy()
-    if isinstance(element, np.ndarray | np.generic):
+        element = element.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    if isinstance(element, np.ndarray | np.generic) and element.dtype != object:
         return hash(element.tobytes())
     try:
         return hash(pickle.dumps(element))
     except Exception:
         return id(element)
+
+
+def _print_beside(value: Any) -> Any:
+    """Something cheap that differs where what belongs to no row has changed, as far as it tells."""
+    try:
+        if isinstance(value, _PLAIN):
+            return repr(value)
+        if isinstance(value, np.ndarray | torch.Tensor):
+            size = value.numel() if isinstance(value, torch.Tensor) else value.size
+            return _print_of(value) if size <= _FEW else size
+        if isinstance(value, list | tuple | set | frozenset | dict | deque):
+            inner = [*value, *value.values()] if isinstance(value, dict) else [*value]
+            plain = len(inner) <= _FEW and all(isinstance(each, _PLAIN) for each in inner)
+            return len(inner), repr(inner) if plain else ""
+    except Exception:
+        pass
+    return type(value).__qualname__

@@ -195,7 +195,8 @@ class PATWorkerMixin(WeightUpdatesMixin, _Base):
             if runtime is self._base and len(self._runtimes) > 1:
                 workspace = attention_workspace(runtime.runner)
             runtime.register_kv(config, self._buffer)
-            self._state_transfer.watch(runtime.runner)
+            if len(self._runtimes) > 1:
+                self._state_transfer.watch(runtime.runner)
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[Any]:
         inner = super()._maybe_get_memory_pool_context(tag)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -31,6 +33,20 @@ class Own:
     rows: dict[int, str] = field(default_factory=dict)
 
 
+@dataclass(slots=True)
+class Slots:
+    """Another one, which has no `__dict__`."""
+
+    count: list[int]
+
+
+class Unwilling(dict):  # type: ignore[type-arg]
+    """A dict that cannot be asked whether it has entries."""
+
+    def __bool__(self) -> bool:
+        raise RuntimeError
+
+
 class Keeper:
     """Keeps rows in each way, and what only looks like them."""
 
@@ -40,6 +56,9 @@ class Keeper:
         self.tensor = torch.zeros(num_rows, dtype=torch.bfloat16)
         self.flags = [False] * num_rows
         self.own = Own()
+        self.history: list[list[int]] = [[] for _ in range(num_rows)]
+        self.by_row = dict.fromkeys(range(num_rows), 0)
+        self.slots = Slots([0] * num_rows)
         # None of these belongs to rows.
         self.order = torch.arange(num_rows)
         self.table = list(range(10, 10 + num_rows))
@@ -47,7 +66,15 @@ class Keeper:
         self.masks: dict[int, str] = {}
         self.grown: list[int] = []
         self.lock = threading.Lock()
-        self.shared = np.zeros(num_rows)
+        self.shared = SimpleNamespace(values=np.zeros(num_rows))
+        self.values = self.shared.values
+        self.ragged: list[Any] = [[1, 2], [3]] * (num_rows // 2)
+        self.objects = np.array([*self.ragged], dtype=object)
+        self.sparse = torch.zeros(num_rows, num_rows).to_sparse()
+        self.meta = torch.zeros(num_rows, device="meta")
+        self.columns = torch.arange(num_rows * num_rows).reshape(num_rows, num_rows).t()
+        self.unwilling = Unwilling()
+        self.scalar = torch.tensor(1.0)
 
     def use(self, row: int) -> None:
         self.rows[row] = ["seen", row]
@@ -57,7 +84,10 @@ class Keeper:
         self.own.rows[row] = f"row {row}"
         self.masks[1000 + row] = "a mask by token"
         self.grown.extend([row] * len(self.order))
-        self.shared[row] = 1
+        self.history[row].append(row)
+        self.by_row[row] = row + 2
+        self.slots.count[row] = row + 3
+        self.values[row] = 1
 
 
 def rows_of(keeper: Keeper) -> RowState:
@@ -75,7 +105,8 @@ def test_a_row_of_a_batch_comes_to_a_row_of_another() -> None:
     assert target.rows == {8: ["seen", 3]} and target.own.rows == {8: "row 3"}
     assert target.array[8].tolist() == [4, 4] and target.tensor[8] == 3.5
     assert target.flags == [index == 8 for index in range(2 * ROWS)]
-    assert target.array[:8].any() == target.array[9:].any() == False  # noqa: E712
+    assert not target.array[:8].any() and not target.array[9:].any()
+    assert target.history[8][:1] == [3] and target.by_row[8] == 5 and target.slots.count[8] == 6
 
 
 def test_what_only_looks_like_rows_stays() -> None:
@@ -88,7 +119,7 @@ def test_what_only_looks_like_rows_stays() -> None:
     assert target.order.tolist() == fresh.order.tolist() and target.table == fresh.table
     assert target.biases == fresh.biases and target.grown == []
     assert target.masks == {4: "of token 4", 1004: "of token 1004"}
-    assert not target.shared.any()
+    assert not target.values.any()
 
 
 def test_that_a_dict_has_no_entry_is_carried() -> None:
@@ -154,8 +185,8 @@ def test_a_request_that_waits_is_carried_on() -> None:
     """It has no row in the layout that it leaves again."""
     state = CarriedState(Keeper(ROWS), ROWS, CPU)
     assert state.take("a", None, {}) is None
-    state.waiting["a"] = {("rows",): b"packed"}
-    assert state.take("a", None, {}) == {("rows",): b"packed"}
+    state.waiting["a"] = [b"packed"]
+    assert state.take("a", None, {}) == [b"packed"]
     state.keep(["b"])
     assert state.take("a", None, {}) is None
 
@@ -167,21 +198,80 @@ def test_what_cannot_be_pickled_is_named(warnings: list[str]) -> None:
     keeper.rows[2] = threading.Lock()
     state.look()
     packed = state.take("a", 2, {})
-    assert packed is not None and ("rows",) not in packed and ("array",) in packed
-    (warning,) = warnings
+    assert packed is not None and len(packed) > 5  # what can be pickled
+    warning = warnings[-1]
     assert "Keeper" in warning and "in rows" in warning
+    assert not any("in array" in each for each in warnings)
 
 
-def test_what_is_kept_for_all_rows_is_named(warnings: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("name", "first", "then"),
+    [
+        ("steps", 0, 4),
+        ("last", None, 3.5),
+        ("grown", [], [1]),
+        ("words", {"a"}, {"a", "b"}),
+        ("counter", torch.zeros(1), torch.ones(1)),
+        ("pair", (1, 2), (1, 3)),
+        ("by_name", {"a": 1}, {"a": 2}),
+        ("longer", np.zeros(ROWS + 1), np.ones(ROWS + 1)),
+    ],
+)
+def test_what_is_kept_beside_rows_is_named(
+    warnings: list[str], name: str, first: Any, then: Any
+) -> None:
     keeper = Keeper(ROWS)
-    keeper.steps = 0  # type: ignore[attr-defined]
+    keeper.not_a_number = math.nan  # type: ignore[attr-defined]
+    setattr(keeper, name, first)
     state = CarriedState(keeper, ROWS, CPU)
     state.look()
     assert not warnings
-    keeper.steps = 4  # type: ignore[attr-defined]
+    setattr(keeper, name, then)
     state.look()
     (warning,) = warnings
-    assert "Keeper has changed steps" in warning
+    assert f"Keeper has changed {name}," in warning
+
+
+def test_rows_go_on_to_share_what_they_share() -> None:
+    """Objects of two places of a row, the processor, and what it keeps for all rows."""
+    source, target = Keeper(ROWS), Keeper(ROWS)
+    for keeper in (source, target):
+        keeper.vocabulary = {"a": 1}  # type: ignore[attr-defined]
+    states = CarriedState(source, ROWS, CPU), CarriedState(target, ROWS, CPU)
+    both: dict[str, Any] = {"owner": source, "words": source.vocabulary}  # type: ignore[attr-defined]
+    source.rows[1], source.own.rows[1] = both, both  # type: ignore[assignment]
+    states[0].look([1])
+    packed = states[0].take("a", 1, {})
+    assert packed is not None and len(packed) == 1
+    states[1].waiting["a"] = packed
+    states[1].restore("a", 0, {})
+    assert target.rows[0] is target.own.rows[0]
+    assert target.rows[0] == {"owner": target, "words": target.vocabulary}  # type: ignore[attr-defined]
+
+
+def test_a_cache_by_small_numbers_is_no_row() -> None:
+    """Its keys are not those of the rows that have requests."""
+    source, target = Keeper(ROWS), Keeper(ROWS)
+    of_source, of_target = rows_of(source), rows_of(target)
+    source.masks |= {0: "of token 0", 1: "of token 1", 2: "of token 2"}
+    target.masks[0] = "of token 0"
+    of_target.restore(0, of_source.look([0, 1])(1))
+    assert target.masks == {0: "of token 0"}
+
+
+def test_what_cannot_be_written_is_named(warnings: list[str]) -> None:
+    source, target = Keeper(ROWS), Keeper(ROWS)
+    for keeper in (source, target):
+        keeper.fixed = np.zeros(ROWS)  # type: ignore[attr-defined]
+    target.fixed.setflags(write=False)  # type: ignore[attr-defined]
+    states = CarriedState(source, ROWS, CPU), CarriedState(target, ROWS, CPU)
+    source.use(1)
+    packed = states[0].take("a", 1, {})
+    assert packed is not None
+    states[1].waiting["a"] = [*packed, b"no pickle"]
+    states[1].restore("a", 2, {})
+    assert target.array[2].tolist() == [2, 2]
+    assert [warning.rpartition(": ")[2] for warning in warnings] == ["UnpicklingError", "fixed"]
 
 
 # ---------------------------------------------------------------- batch updates
