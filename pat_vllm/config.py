@@ -234,8 +234,8 @@ class PATConfig(StrictModel):
         """
         self.check_layouts(world_size)
         name: LayoutName = max(self._sizes(world_size))
-        if isinstance(self.policy, StaticPolicyConfig) and self.policy.tp is not None:
-            name = self.policy.tp
+        if isinstance(self.policy, StaticPolicyConfig):
+            name = self.policy.tp or self.base_tp or name
         experts = "auto" if self.experts == "both" else self.experts
         if isinstance(name, str) and Layout.parse(name).experts == "ep":
             experts = "ep"

@@ -250,6 +250,8 @@ RULES = (
         why="PAT's outputs are those of the model",
         option="speculative_config.rejection_sample_method",
     ),
+    _only("watermark_config"),
+    _only("model_config.enable_trace_replay", False),
     _only("kv_transfer_config"),
     _only("ec_transfer_config"),
     Rule("kv_events_config", _kv_events, "None"),

@@ -34,6 +34,8 @@ _FILE_PROMPT = 256
 """Prompt tokens of a trace file that does not tell."""
 
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", re.ASCII)
+_GROUPED = re.compile(r"(?<![\d,])[1-9]\d{0,2}(,\d{3})+(?![\d,])")
+"""A number with its thousands apart, or numbers."""
 _HEADER = re.compile(r'"?(?!(null|none|nan|n/?a|inf|infinity|true|false)\b)[a-z_][^"]*"?', re.I)
 """A word of a line that names columns: neither a number nor what stands where one is missing."""
 _PROMPTS = "num_prompt_tokens"
@@ -293,6 +295,11 @@ def lengths_in(text: str) -> list[int]:
         raise ValueError("it has no lengths")
     lengths: list[int] = []
     for number, of_line in words:
+        if _GROUPED.search(lines[number - 1]):
+            raise ValueError(
+                f"line {number} has a comma within a number or between two, "
+                f"{shown(lines[number - 1])}: write 1024 for 1,024, and a space behind other commas"
+            )
         if len(of_line) != 1 and len(words) > 1:
             raise ValueError(
                 f"line {number} must be one length in tokens, got {shown(lines[number - 1])}; only "

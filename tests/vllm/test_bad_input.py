@@ -133,6 +133,8 @@ SET: list[tuple[str, str, str, Any, str]] = [
     ("llama", "enable_fault_tolerance", "parallel_config.enable_fault_tolerance", True,
      "False: a core that has failed would wait for orders"),
     ("llama", "ec_transfer_config", "ec_transfer_config", "a config", "None"),
+    ("llama", "watermark_config", "watermark_config", "a config", "None"),
+    ("llama", "enable_trace_replay", "model_config.enable_trace_replay", True, "False"),
     ("llama", "weight_transfer_config.backend", "weight_transfer_config.backend", "sharded_rdt",
      "nccl, ipc"),
     ("llama", "speculative_config.method", "speculative_config.method", "eagle",

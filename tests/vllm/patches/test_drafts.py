@@ -40,6 +40,9 @@ class Runner:
         if self.fails:
             raise RuntimeError("a sampler's mistake")
 
+    def _sample(self, logits: torch.Tensor, spec_decode_metadata: Any) -> None:
+        raise AssertionError("no step here gets so far")
+
     def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
         return False
 

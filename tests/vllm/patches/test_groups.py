@@ -14,7 +14,7 @@ from pat_vllm.patches import groups as patches
 
 def test_each_group_has_its_own_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
     """As FlashInfer's all-reduce makes them: for the group that is the first to ask."""
-    module = SimpleNamespace(**patches._WORKSPACES)
+    module = SimpleNamespace(**patches._WORKSPACES, _fi_ar_workspaces_for_group=lambda group: [])
     monkeypatch.setitem(sys.modules, patches._FLASHINFER, module)  # type: ignore[arg-type]
     monkeypatch.setattr(patches, "_workspaces_of", {})
     groups: list[Any] = [SimpleNamespace(name=name) for name in "abc"]

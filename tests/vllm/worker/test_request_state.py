@@ -71,7 +71,10 @@ def test_each_field_is_carried_or_begins_anew() -> None:
     """A field that a later vLLM adds is carried, too."""
     transfer, source, target = V1RequestStateTransfer(), runner(), runner()
     source.requests["a"] = before = state(
-        mrope_positions=torch.arange(6), mrope_position_delta=4, in_progress_prompt_logprobs_cpu="p"
+        mrope_positions=torch.arange(6),
+        mrope_position_delta=4,
+        in_progress_prompt_logprobs_cpu="p",
+        prompt_embeds="eee",
     )
     source.num_prompt_logprobs["a"] = 3
     assert before.generator is not None

@@ -29,7 +29,7 @@ MUTATIONS = mutations({
         ("a batch-invariant engine switches", "support:_pin_layout", "not envs.VLLM_BATCH_INVARIANT", "True"),
         ("that a layout is pinned is not written down", "support:_choose_layouts", "pinned + choice.found", "choice.found"),
         ("of several layouts the narrowest is pinned", "config:PATConfig.pinned", "max(self._sizes(world_size))", "min(self._sizes(world_size))"),
-        ("the layout that a user stays in is not pinned", "config:PATConfig.pinned", "name = self.policy.tp", "pass"),
+        ("the layout that a user stays in is not pinned", "config:PATConfig.pinned", "self.policy.tp or self.base_tp or name", "self.base_tp or name"),
         ("experts of a pinned layout lie in both ways", "config:PATConfig.pinned", '"auto" if self.experts == "both" else self.experts', "self.experts"),
         ("spread experts of a pinned layout are cut", "config:PATConfig.pinned", '.experts == "ep"', '.experts == "tp"'),
         ("earlier responses draft in a batch-invariant engine", "config:PATConfig.pinned", '"draft_history_bytes": 0', '"draft_history_bytes": 1'),
