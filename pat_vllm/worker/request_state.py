@@ -151,7 +151,9 @@ class V1RequestStateTransfer:
     def watch(self, runner: RunnerV1) -> None:
         batch = runner.input_batch
         carried = self._carried[id(runner)] = []
-        processors = [(p, "update_state") for p in batch.logitsprocs.all if is_users(p)]
+        processors: list[tuple[Any, str]] = [
+            (p, "update_state") for p in batch.logitsprocs.all if is_users(p)
+        ]
         if batch.thinking_budget_state_holder is not None:
             processors.append((batch.thinking_budget_state_holder, "sync_batch"))
         for processor, method in processors:
@@ -161,7 +163,8 @@ class V1RequestStateTransfer:
 
     def take(self, runner: RunnerV1, request_ids: Iterable[str]) -> dict[str, _V1State]:
         states = {}
-        processors, rows = self._carried.get(id(runner), ()), runner.input_batch.req_id_to_index
+        processors = self._carried.get(id(runner), ())
+        rows = runner.input_batch.req_id_to_index if processors else {}
         for processor in processors:
             processor.look(rows.values())
         for request_id in request_ids:
@@ -274,6 +277,7 @@ class V2RequestStateTransfer:
             for p in processors
         ]
         if carried:
+            assert sampler is not None
             self.keeps_states = True
             restore_written_rows(sampler, partial(_restore_written, runner, carried))
 

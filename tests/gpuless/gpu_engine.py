@@ -157,8 +157,8 @@ def imitate_gpus(monkeypatch: pytest.MonkeyPatch, device: DeviceMemory, runner: 
     monkeypatch.setattr(late_memory, "set_current_vllm_config", lambda config: nullcontext())
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", str(int(runner == "v2")))
     put(config_module, "HAS_TRITON", True)
-    # Also asked by the worker since vLLM 0.33.
-    monkeypatch.setattr(gpu_worker, "HAS_TRITON", True, raising=False)
+    if hasattr(gpu_worker, "HAS_TRITON"):  # since vLLM 0.33
+        put(gpu_worker, "HAS_TRITON", True)
     for module in (model_runner, gpu_model_runner):
         put(module, "GPUModelRunner", RUNNERS[runner])
     put(IrOpPriorityConfig, "set_default", lambda self: None)

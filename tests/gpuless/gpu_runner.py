@@ -224,7 +224,9 @@ class RunnerV1(Runner):
 
     def keep_requests(self) -> None:
         self.requests: dict[str, Any] = {}
-        self.input_batch = SimpleNamespace()
+        self.input_batch = SimpleNamespace(
+            logitsprocs=SimpleNamespace(all=()), thinking_budget_state_holder=None
+        )
 
     def _dummy_run(self, num_tokens: int, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
         limits = self.vllm_config.scheduler_config

@@ -254,6 +254,7 @@ def _serve(engine: Any, runner: str) -> dict[str, Any]:
 
     worker: Any = PATGPUWorker.__new__(PATGPUWorker)
     worker._buffer = SharedKVBuffer()
+    worker._state_transfer = SimpleNamespace(watch=lambda runner: None)
     worker._runtimes = {}
     for layout in layouts_of(engine):
         config = layout_config(engine, layout)
