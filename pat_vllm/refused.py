@@ -290,8 +290,8 @@ RULES = (
         "auto",
         "triton",
         *RUN_BY_TRITON,
-        why="the last three run as triton, with a warning; others lay experts out in ways that "
-        "layouts cannot share, or are for quantized ones",
+        why="the last three run as triton (on CPU as auto), with a warning; others lay experts out "
+        "in ways that layouts cannot share, or are for quantized ones",
         mixtures=True,
     ),
     # Of models with linear attention.
