@@ -42,6 +42,7 @@ from pat_vllm.patches.dead_engine import (
     describe_exit,
     end_in_order,
     let_others_remove_rings,
+    let_signals_meet,
     tell_cause_of_death,
 )
 
@@ -130,6 +131,7 @@ class PATExecutorMixin(OwnRepliesMixin):
         end_when_orphaned(self.shutdown)
         tell_cause_of_death()
         end_in_order()
+        let_signals_meet()
         let_others_remove_rings()
 
     def compile_or_warm_up_model(self) -> None:

@@ -30,6 +30,8 @@ vLLM's own ids of calls are random positive numbers, and -1 and -2.
 """
 _CLIENT, _TOLD = "_pat_client", "_pat_cause"
 """Attributes of a client's resources: the client, weakly, and the answer to the call `_CAUSE`."""
+_TRIGGERED = "_pat_triggered"
+"""Attribute of what wakes an engine core that a signal has asked to end."""
 
 
 def end_waits_for_dead_engines() -> None:
@@ -121,6 +123,27 @@ def end_in_order() -> None:
 
     # Later than vLLM's own call would be too late.
     setattr(core, "signal", SimpleNamespace(**vars(signal) | {"signal": set_action}))  # noqa: B010
+
+
+def let_signals_meet() -> None:
+    """Have no engine core hang when a signal comes while it handles another.
+
+    Without it: a Ctrl-C in a terminal reaches the core and the front end, which then sends the core
+    SIGTERM. vLLM's handler sets a `threading.Event`. Where it interrupts itself in there, it waits
+    for a lock that it holds, until the core is killed (`front_end.ENDS_WITHIN`). Missing seam: none,
+    a mistake of `SignalCallback`, which stock vLLM has, too.
+    """
+    from vllm.v1.engine.utils import SignalCallback
+
+    def wrap(trigger: Callable[[SignalCallback], None]) -> Callable[[SignalCallback], None]:
+        def trigger_once(callback: SignalCallback) -> None:
+            if not vars(callback).get(_TRIGGERED):
+                vars(callback)[_TRIGGERED] = True
+                trigger(callback)
+
+        return trigger_once
+
+    replace(SignalCallback, "trigger", wrap)
 
 
 def let_others_remove_rings() -> None:

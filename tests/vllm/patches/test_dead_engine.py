@@ -192,6 +192,35 @@ def test_a_core_that_ends_is_not_killed(number: signal.Signals, tmp_path: Path) 
         process.kill()
 
 
+def handle_a_signal_in_a_signal(ended: Path) -> None:
+    """As an engine core's handlers do, the second where the first holds the event's lock."""
+    dead_engine.let_signals_meet()
+    woken = threading.Event()
+    callback = engine_cores.SignalCallback(woken.set)
+    event = callback._event
+    notify = event._cond.notify_all  # type: ignore[attr-defined]
+
+    def notify_interrupted() -> None:
+        callback.trigger()
+        notify()
+
+    event._cond.notify_all = notify_interrupted  # type: ignore[attr-defined]
+    callback.trigger()
+    woken.wait()
+    ended.touch()
+
+
+def test_a_signal_may_come_while_a_core_handles_another(tmp_path: Path) -> None:
+    ended = tmp_path / "ended"
+    process = context().Process(target=handle_a_signal_in_a_signal, args=(ended,))
+    process.start()
+    try:
+        process.join(PATIENCE)
+        assert ended.exists()
+    finally:
+        process.kill()
+
+
 def test_a_ring_may_be_removed_by_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ShmRingBuffer, "__del__", ShmRingBuffer.__del__)
     dead_engine.let_others_remove_rings()

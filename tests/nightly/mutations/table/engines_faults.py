@@ -27,6 +27,9 @@ MUTATIONS = mutations({
     "tests/vllm/patches/test_dead_engine.py::test_a_core_that_ends_is_not_killed": [
         ("an engine core is killed while it ends", "patches.dead_engine:end_in_order", "signal.SIG_IGN if action is signal.SIG_DFL else action", "action"),
     ],
+    "tests/vllm/patches/test_dead_engine.py::test_a_signal_may_come_while_a_core_handles_another": [
+        ("an engine core hangs in a signal's handler", "patches.dead_engine:let_signals_meet", "vars(callback)[_TRIGGERED] = True", "pass"),
+    ],
     "tests/vllm/executor/test_lanes.py::test_what_killed_workers_leave_is_removed": [
         ("the file where killed workers have met stays", "executor.os_resources:OsResourceCleanup.add", 'self._rendezvous.add(Path(resources.met_at.removeprefix("file://")))', "pass"),
     ],
