@@ -130,10 +130,21 @@ def _variable(name: str, served: Any, why: str = "", **kind: Any) -> Rule:
 
 def _numa_bind(vllm_config: VllmConfig) -> Any:
     """vLLM binds rank r to the node of GPU r."""
-    parallel = vllm_config.parallel_config
-    ranks = parallel.world_size
-    refused = parallel.numa_bind and any(device_of(rank, ranks) != rank for rank in range(ranks))
-    return True if refused else None
+    return True if vllm_config.parallel_config.numa_bind and _moves_ranks(vllm_config) else None
+
+
+def _nic_mapping(vllm_config: VllmConfig) -> Any:
+    """vLLM has rank r use the network card of GPU r, before PAT gives the rank its GPU."""
+    import vllm.envs as envs
+
+    mapping = getattr(envs, _NIC_MAPPING, "")  # 0.31 has none
+    return mapping if mapping and _moves_ranks(vllm_config) else None
+
+
+def _moves_ranks(vllm_config: VllmConfig) -> bool:
+    """Whether a rank has a GPU of another number."""
+    ranks = vllm_config.parallel_config.world_size
+    return any(device_of(rank, ranks) != rank for rank in range(ranks))
 
 
 def _lora(vllm_config: VllmConfig) -> Any:
@@ -186,6 +197,7 @@ def _of_model(rule: ModelRule) -> Rule:
     return Rule(rule.option, refused, rule.allowed, rule.kind, rule.mixtures)
 
 
+_NIC_MAPPING = "VLLM_GPU_NIC_PCIE_MAPPING"
 _KV_DTYPES = ("auto", "float16", "bfloat16", "float32")
 _ON_GPU = "layouts share weights on the GPU"
 _STAY = "a layout's experts stay where they are"
@@ -210,6 +222,12 @@ RULES = (
         _numa_bind,
         "False with {ranks} ranks, whose GPUs PAT gives out in another order than vLLM binds by; "
         "bind the engine's process instead, e.g. numactl --cpunodebind",
+    ),
+    Rule(
+        _NIC_MAPPING,
+        _nic_mapping,
+        "unset with {ranks} ranks, whose GPUs PAT gives out in another order than vLLM takes cards "
+        "by; NCCL finds the nearest card itself",
     ),
     _variable(
         "VLLM_ENABLE_STARTUP_PLAN", 0, "its KV cache would leave no memory for the other layouts"

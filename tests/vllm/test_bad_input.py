@@ -320,6 +320,17 @@ def test_environment_variables(
     assert f"{variable}=1 (allowed: 0" in refusal(tmp_path, "llama", {})
 
 
+def test_cards_are_not_mapped_to_gpus_in_another_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mapping = "0000:01:00.0=0000:02:00.0"
+    monkeypatch.setenv("VLLM_GPU_NIC_PCIE_MAPPING", mapping)
+    engine_config(tmp_path, "llama", {})
+    ranks = dict(tensor_parallel_size=12)
+    expected = f"VLLM_GPU_NIC_PCIE_MAPPING={mapping!r} (allowed: unset with 12 ranks"
+    assert expected in refusal(tmp_path, "llama_12_3", ranks)
+
+
 def test_form_of_linear_attentions_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", "DS")
     assert "VLLM_SSM_CONV_STATE_LAYOUT='DS' (allowed: SD" in refusal(tmp_path, "next", {})
@@ -332,6 +343,7 @@ def test_every_rule_has_a_case() -> None:
     of_named = {named.partition("=")[0]: model for model, _, named, _ in CONFIGS_AND_MODELS}
     models = {**of_option, **of_named, **dict.fromkeys(VARIABLES, "llama")}
     models["VLLM_SSM_CONV_STATE_LAYOUT"] = "next"
+    models["VLLM_GPU_NIC_PCIE_MAPPING"] = "llama_12_3"
     names = [rule.name for rule in RULES]
     assert sorted(names) == sorted(models)
     assert {rule.name for rule in RULES if rule.mixtures} == {
