@@ -219,6 +219,8 @@ class PATWorkerMixin(WeightUpdatesMixin, _Base):
         bandwidth = self._exchange.measure(_PROBE_BYTES)
         self._rates = TransferRates(bandwidth, prefill_rate)
         runtime = self._runtimes[self._default_layout]
+        assert runtime.connector is not None
+        runtime.connector.clear_null_block()  # warm-ups of others have written there
         self._enter_for_a_call(runtime)  # the first may be an update
         self.pat_reseed(0)
         return CompilationTimes(language_model=language_model, encoder=encoder)
@@ -324,6 +326,7 @@ class PATWorkerMixin(WeightUpdatesMixin, _Base):
         clock = time.perf_counter
         source, target = self._runtimes[command.source], self._runtimes[command.target]
         assert source is self._active, f"rank {self.rank} is in {self._active.layout}"
+        assert target.connector is not None
 
         started = clock()
         states = gather_states(
@@ -341,6 +344,7 @@ class PATWorkerMixin(WeightUpdatesMixin, _Base):
             # The cost model learns from this time, so wait until the device has moved the bytes.
             self._side.wait_for_current()
             kv_bytes = self._exchange.bytes_sent
+        target.connector.clear_null_block()
         moved = clock()
         self._side.wait()
         weights_done = clock()

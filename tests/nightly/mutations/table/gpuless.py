@@ -98,6 +98,7 @@ MUTATIONS = mutations({
         ("row swaps: on another stream", "weights.inplace:InPlaceShards.arrange", "move.run()", "with torch.cuda.stream(torch.cuda.Stream()): move.run()"),
         ("row swaps: all rounds at once", "weights.row_order:rounds", "not disjoint or any", "not disjoint or False and any"),
         ("row swaps: sleep does not wait", "worker.weight_updates:WeightUpdatesMixin.sleep", "self._synchronize_device()", "pass"),
+        ("the null block is zeroed beside the exchange", "worker.worker:PATWorkerMixin.pat_switch", "weight_bytes = self._weights.arrange(target.layout)", "weight_bytes = self._weights.arrange(target.layout)\n            target.connector.clear_null_block()"),
         ("side stream: is not waited for", "worker.worker:PATWorkerMixin.pat_switch", "self._side.wait()", "pass"),
     ],
     "tests/gpuless/test_kv_layouts.py": [
