@@ -255,21 +255,28 @@ def test_sleep_wake_up_discard_update_switch_and_step(
 def test_shutdown(
     device: DeviceMemory, engine: Engine, monkeypatch: pytest.MonkeyPatch, active: int
 ) -> None:
-    """Every layout's runner is shut down once, and no tensor lies in a pool that is released."""
+    """Every layout's runner is shut down once, and no tensor lies in a pool that is released.
+
+    Every layout's group is destroyed in its place, and vLLM's own is left to vLLM.
+    """
     worker = engine.worker
     if active:
         engine.switch_to(LAYOUTS[active])
     runners = [runtime.runner for runtime in worker._runtimes.values()]
+    *groups, own = (runtime.group for runtime in worker._runtimes.values())
     at_release: list[Any] = []
 
     def release() -> None:
         at_release.append([runner.is_shut_down for runner in runners])
+        at_release.append([list(group.destroyed) for group in groups])
         at_release.append(device.referred_to("kv_cache"))
 
     monkeypatch.setattr(device.allocator, "release_pools", release)
     assert device.referred_to("kv_cache")
     worker.shutdown()
-    assert at_release == [[1, 1, 1], 0]
+    assert at_release == [[1, 1, 1], [[], []], 0]
+    assert [group.destroyed for group in groups] == [[group] for group in groups]
+    assert parallel_state._TP is own and not own.destroyed
 
 
 def test_a_worker_that_has_no_device_yet_is_shut_down(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +28,29 @@ def test_each_group_has_its_own_workspaces(monkeypatch: pytest.MonkeyPatch) -> N
         assert module._fi_ar_workspace == group.name
 
 
+def test_groups_are_destroyed_with_their_own_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each group once, though layouts share it; vLLM's own is left in place for vLLM."""
+    module = SimpleNamespace(**patches._WORKSPACES, _fi_ar_workspaces_for_group=lambda group: [])
+    monkeypatch.setitem(sys.modules, patches._FLASHINFER, module)  # type: ignore[arg-type]
+    monkeypatch.setattr(patches, "_workspaces_of", {})
+    destroyed: list[tuple[str, Any]] = []
+
+    def destroy(name: str) -> None:  # as FlashInfer's communicator destroys what is in place
+        destroyed.append((name, module._fi_ar_workspace))
+        module._fi_ar_workspace = None
+
+    own, *groups = (SimpleNamespace(name=n, destroy=partial(destroy, n)) for n in "abc")
+    for name in ("_TP", "_ETP"):
+        monkeypatch.setattr(parallel_state, name, own)
+    for group in (own, *groups):
+        patches.install_tp_group(group)  # type: ignore[arg-type]
+        module._fi_ar_workspace = f"workspace of {group.name}"
+    patches.destroy_tp_groups([*groups, own, *groups], own)  # type: ignore[list-item, arg-type]
+    assert destroyed == [("b", "workspace of b"), ("c", "workspace of c")]
+    assert parallel_state._TP is parallel_state._ETP is own
+    assert module._fi_ar_workspace == "workspace of a"
+
+
 def test_experts_lie_over_the_active_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """And vLLM destroys the group that it made for them."""
     monkeypatch.setattr(patches, "_expert_groups_of_vllm", {})
@@ -37,7 +61,7 @@ def test_experts_lie_over_the_active_group(monkeypatch: pytest.MonkeyPatch) -> N
         patches.install_tp_group(group)  # type: ignore[arg-type]
         assert parallel_state._EP is parallel_state._TP is group
     for _ in range(2):
-        patches.give_expert_group_back()
+        patches.destroy_tp_groups([], own)
         assert parallel_state._EP is own
 
     monkeypatch.setattr(parallel_state, "_EP", None)  # of a dense model
