@@ -92,6 +92,23 @@ def _find_in_every_layout(stock: Callable[[Any], list[Any]]) -> Callable[[Any], 
     return find
 
 
+def capture_without_ipc() -> AbstractContextManager[None]:
+    """Inside, have custom all-reduce read from its own buffer in CUDA graphs, too.
+
+    Without it: at the end of a capture peers open the memory of the graphs, and do not close it.
+    That of graphs which are thrown away after they were measured may stay allocated. Missing seam:
+    a capture that registers no buffers.
+    """
+    from vllm.distributed.device_communicators.custom_all_reduce import CustomAllreduce
+
+    original = CustomAllreduce.all_reduce
+
+    def all_reduce(self: Any, inp: Any, **options: Any) -> Any:
+        return original(self, inp, **{**options, "registered": False})
+
+    return replaced(CustomAllreduce, "all_reduce", all_reduce)
+
+
 def probe_p2p_between(devices_of: Callable[[int], Sequence[int]]) -> AbstractContextManager[None]:
     """Inside, have new groups look for peer access between the devices of their ranks.
 

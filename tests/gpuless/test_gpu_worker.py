@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from vllm.distributed import parallel_state
+from vllm.distributed.device_communicators.custom_all_reduce import CustomAllreduce
 from vllm.v1.executor import multiproc_executor
 from vllm.v1.worker.gpu_worker import Worker
 
@@ -95,6 +96,24 @@ def test_what_an_engine_does_fits(device: DeviceMemory, engine: Engine) -> None:
         assert runtime.kv_cache_config.num_blocks == kv * layout.tp // block
         views = runtime.connector.kv_caches.values()
         assert len(views) == NUM_LAYERS and sum(view.nbytes for view in views) == kv
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_graphs_that_are_measured_give_peers_no_memory(
+    device: DeviceMemory, monkeypatch: pytest.MonkeyPatch, runner: str
+) -> None:
+    """By custom all-reduce, which registers what other graphs read."""
+    imitate_gpus(monkeypatch, device, runner)
+    stock, capture, registers = CustomAllreduce.all_reduce, device.capture, []
+
+    def noted(*args: Any) -> int:
+        registers.append(CustomAllreduce.all_reduce is stock)
+        return capture(*args)
+
+    monkeypatch.setattr(device, "capture", noted)
+    start_worker()
+    assert registers and not any(registers)
+    assert CustomAllreduce.all_reduce is stock
 
 
 @pytest.mark.parametrize("runner", RUNNERS)

@@ -8,7 +8,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from vllm.distributed import parallel_state
+from vllm.distributed.device_communicators import custom_all_reduce
+from vllm.distributed.device_communicators.custom_all_reduce import CustomAllreduce
 
 from pat_vllm.patches import groups as patches
 
@@ -67,3 +70,26 @@ def test_experts_lie_over_the_active_group(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(parallel_state, "_EP", None)  # of a dense model
     patches.install_tp_group(groups[0])  # type: ignore[arg-type]
     assert parallel_state._EP is None
+
+
+def test_graphs_that_go_give_peers_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Custom all-reduce is given its own buffer, which is a peer's for good."""
+    communicator: Any = CustomAllreduce.__new__(CustomAllreduce)
+    # Custom operators take the handle, input, output, and a buffer that is registered, if any.
+    buffers: list[int] = []
+    ops = SimpleNamespace(all_reduce=lambda ptr, inp, out, buffer, size: buffers.append(buffer))
+    monkeypatch.setattr(custom_all_reduce, "ops", ops)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    vars(communicator).update(
+        disabled=False, rank=1, buffer_ptrs=[5, 6], max_size=1 << 20, _ptr=0, _IS_CAPTURING=True
+    )
+    communicator.should_custom_ar = lambda tensor: True
+    communicator._capture_registered = True
+
+    def captured() -> int:
+        assert communicator.custom_all_reduce(torch.zeros(8)) is not None
+        return buffers.pop()
+
+    with patches.capture_without_ipc():
+        assert captured() == 6
+    assert captured() == 0

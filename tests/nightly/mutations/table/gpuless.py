@@ -66,6 +66,7 @@ MUTATIONS = mutations({
         ("sleep ends in the base layout", "worker.gpu_worker:PATGPUWorker._in_base", "self._activate(active)", "pass"),
         ("one runner is shut down", "worker.runtime:shut_down_beside", "runtime.runner.shutdown()", "pass"),
         ("one group is destroyed", "worker.worker:PATWorkerMixin.shutdown", "destroy_tp_groups((runtime.group for runtime in runtimes.values()), self._all_ranks)", "pass"),
+        ("graphs that go give peers their memory", "worker.late_memory:measure_graphs", "        capture_without_ipc(),\n", ""),
         ("buffers are kept at the wrong level", "worker.gpu_worker:PATGPUWorker.sleep", "if level == 2", "if level == 1"),
         ("weights go to sleep as they lie", "worker.weight_updates:WeightUpdatesMixin.sleep", "self._weights.arrange(self._base.layout)", "pass"),
         ("an update finds another layout", "worker.weight_updates:WeightUpdatesMixin.pat_call_in_base", "self._enter_for_a_call(self._base)", "pass"),
@@ -91,6 +92,7 @@ MUTATIONS = mutations({
     "tests/vllm/patches/test_groups.py": [
         ("a group is destroyed with another's workspaces", "patches.groups:destroy_tp_groups", "install_tp_group(group)  #", "pass  #"),
         ("a group is destroyed for each layout that has it", "patches.groups:destroy_tp_groups", "{id(group): group for group in groups if group is not own}.values()", "[group for group in groups if group is not own]"),
+        ("peers open the memory of graphs that go", "patches.groups:capture_without_ipc", '"registered": False', '"registered": True'),
     ],
     "tests/gpuless/test_happens_before.py": [
         ("a call in every layout does not wait for rows", "worker.weight_updates:WeightUpdatesMixin.pat_call_in_base", "self._enter_for_a_call(runtime)", "self._enter(runtime)"),
