@@ -23,7 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from pat_vllm.kinds import class_of
+from pat_vllm.kinds import NULL_BLOCK, class_of
 from pat_vllm.kv_transfer.exchange import Exchange, Part
 from pat_vllm.kv_transfer.plan import BlockMove, RankMoves
 from pat_vllm.metrics.prometheus import PATMetrics, PATStats
@@ -157,6 +157,15 @@ class PATConnector(KVConnectorBase_V1, SupportsHMA):
             with exchange.staging(parts):
                 for region in regions:
                     exchange.run([pair for _, pair in region])
+
+    @torch.inference_mode()
+    def clear_null_block(self) -> None:
+        """Zero the null block, as stock vLLM has it: other layouts have requests' blocks there.
+
+        Call it when nothing is left to be read in those layouts.
+        """
+        for view in self.kv_caches.values():
+            view[NULL_BLOCK].zero_()
 
     def _views(
         self, region: Mapping[int, str], source: PATConnector

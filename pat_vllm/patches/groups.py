@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -34,16 +34,21 @@ def install_tp_group(group: GroupCoordinator) -> None:
 _expert_groups_of_vllm: dict[str, GroupCoordinator] = {}
 
 
-def give_expert_group_back() -> None:
-    """Before vLLM destroys its groups, which would else destroy a layout's group twice.
+def destroy_tp_groups(groups: Iterable[GroupCoordinator], own: GroupCoordinator) -> None:
+    """Destroy all groups of layouts but vLLM's own, which it then finds and destroys.
 
-    Without it: the group that vLLM made for experts at start is never destroyed. Missing seam: as
-    of `install_tp_group`.
+    Without it: vLLM destroys the group that is installed, and that which it made for experts never.
+    The others' communicators and IPC buffers end with the interpreter, when CUDA may be gone.
+    Missing seam: as of `install_tp_group`.
     """
     import vllm.distributed.parallel_state as parallel_state
 
-    if own := _expert_groups_of_vllm.pop("ep", None):
-        parallel_state._EP = own
+    for group in {id(group): group for group in groups if group is not own}.values():
+        install_tp_group(group)  # for FlashInfer's workspaces, of which it destroys those in place
+        group.destroy()
+    install_tp_group(own)
+    if expert_group := _expert_groups_of_vllm.pop("ep", None):
+        parallel_state._EP = expert_group
 
 
 _FLASHINFER = "vllm.distributed.device_communicators.flashinfer_all_reduce"
@@ -85,6 +90,23 @@ def _find_in_every_layout(stock: Callable[[Any], list[Any]]) -> Callable[[Any], 
         return [*{id(workspace): workspace for workspace in (*stock(group), *own)}.values()]
 
     return find
+
+
+def capture_without_ipc() -> AbstractContextManager[None]:
+    """Inside, have custom all-reduce read from its own buffer in CUDA graphs, too.
+
+    Without it: at the end of a capture peers open the memory of the graphs, and do not close it.
+    That of graphs which are thrown away after they were measured may stay allocated. Missing seam:
+    a capture that registers no buffers.
+    """
+    from vllm.distributed.device_communicators.custom_all_reduce import CustomAllreduce
+
+    original = CustomAllreduce.all_reduce
+
+    def all_reduce(self: Any, inp: Any, **options: Any) -> Any:
+        return original(self, inp, **{**options, "registered": False})
+
+    return replaced(CustomAllreduce, "all_reduce", all_reduce)
 
 
 def probe_p2p_between(devices_of: Callable[[int], Sequence[int]]) -> AbstractContextManager[None]:

@@ -18,6 +18,7 @@ from vllm.config import CUDAGraphMode, set_current_vllm_config
 from pat_vllm.gpus import GiB
 from pat_vllm.kinds import fewest_heads
 from pat_vllm.memory.estimate import num_regions, staged_share
+from pat_vllm.patches.groups import capture_without_ipc
 from pat_vllm.patches.runners import (
     attention_workspace,
     capture_on,
@@ -85,6 +86,7 @@ def measure_graphs(
     sizes = []
     with (
         capture_on(stream),
+        capture_without_ipc(),
         _kept_graph_pool(stream),
         use_attention_workspace(workspace),
     ):

@@ -31,11 +31,7 @@ from pat_vllm.kv_transfer.plan import BlockMove
 from pat_vllm.layout import Layout, device_of
 from pat_vllm.patches.dead_engine import let_others_remove_rings
 from pat_vllm.patches.drafts import prepare_drafter
-from pat_vllm.patches.groups import (
-    give_expert_group_back,
-    install_tp_group,
-    probe_p2p_between,
-)
+from pat_vllm.patches.groups import destroy_tp_groups, install_tp_group, probe_p2p_between
 from pat_vllm.patches.linear_attention import end_prompts_parts_with_blocks
 from pat_vllm.patches.runners import attention_workspace, buffers_of, use_attention_workspace
 from pat_vllm.worker.drafters import history_bytes, install_drafter
@@ -101,7 +97,7 @@ class PATWorkerMixin(WeightUpdatesMixin, _Base):
         layouts = layouts_of(engine_config)
         with probe_p2p_between(self._devices_of_group):
             super().init_device()
-            all_ranks = parallel_state.get_tp_group()
+            self._all_ranks = parallel_state.get_tp_group()
             groups = {
                 layout.tp: make_tp_group(layout, self.local_rank, current_platform.dist_backend)
                 for layout in {layout.tp: layout for layout in layouts}.values()
@@ -131,7 +127,7 @@ class PATWorkerMixin(WeightUpdatesMixin, _Base):
         self._side = SideStream(self.device)
         self._activate(self._base)
         # vLLM titles this process by its rank in the TP group before it loads the model.
-        install_tp_group(all_ranks)
+        install_tp_group(self._all_ranks)
 
     def _devices_of_group(self, tp: int) -> list[int]:
         """Indices of the devices of this rank's TP group in the layout of this tp."""
@@ -219,6 +215,8 @@ class PATWorkerMixin(WeightUpdatesMixin, _Base):
         bandwidth = self._exchange.measure(_PROBE_BYTES)
         self._rates = TransferRates(bandwidth, prefill_rate)
         runtime = self._runtimes[self._default_layout]
+        assert runtime.connector is not None
+        runtime.connector.clear_null_block()  # warm-ups of others have written there
         self._enter_for_a_call(runtime)  # the first may be an update
         self.pat_reseed(0)
         return CompilationTimes(language_model=language_model, encoder=encoder)
@@ -237,15 +235,17 @@ class PATWorkerMixin(WeightUpdatesMixin, _Base):
         seed_replica(self._seed, salt, 0, self._active.layout.replica_of(self.rank))
 
     def shutdown(self) -> None:
-        """As in vLLM, for the runner of every layout and for the memory that layouts share."""
+        """As in vLLM, for every layout's runner and group and for the memory that layouts share."""
         if (lanes := self.__dict__.pop("_lanes", None)) is not None:
             lanes.shutdown()
         runtimes, self._runtimes = getattr(self, "_runtimes", {}), {}
         if runtimes:
             shut_down_beside(self._active, runtimes.values())
             del self._weights, self._buffer
-            give_expert_group_back()
         super().shutdown()
+        if runtimes:
+            # After the CUDA graphs, which NCCL's communicators may be in.
+            destroy_tp_groups((runtime.group for runtime in runtimes.values()), self._all_ranks)
 
     # ---------------------------------------------------------------- steps
 
@@ -324,6 +324,7 @@ class PATWorkerMixin(WeightUpdatesMixin, _Base):
         clock = time.perf_counter
         source, target = self._runtimes[command.source], self._runtimes[command.target]
         assert source is self._active, f"rank {self.rank} is in {self._active.layout}"
+        assert target.connector is not None
 
         started = clock()
         states = gather_states(
@@ -341,6 +342,7 @@ class PATWorkerMixin(WeightUpdatesMixin, _Base):
             # The cost model learns from this time, so wait until the device has moved the bytes.
             self._side.wait_for_current()
             kv_bytes = self._exchange.bytes_sent
+        target.connector.clear_null_block()
         moved = clock()
         self._side.wait()
         weights_done = clock()

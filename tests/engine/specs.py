@@ -167,6 +167,18 @@ V2 = EngineSpec(
     },
     model_runner_v2=True,
 )
+# A state that all ranks have whole; and linear attention, with a state for each block of 64 tokens.
+V2_LATENT, V2_LINEAR = (
+    EngineSpec(
+        f"V2 {name}",
+        model,
+        2,
+        IN_PLACE,
+        {**V2.options, "max_num_batched_tokens": tokens},
+        model_runner_v2=True,
+    )
+    for name, model, tokens in (("latent", "deepseek_v3", V2_CHUNK), ("linear", "qwen3_5_vl", 96))
+)
 # None, unless a length is asked for.
 V2_NGRAM: dict[str, Any] = {
     "method": "ngram_gpu",

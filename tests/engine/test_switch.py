@@ -21,6 +21,7 @@ from pat_vllm.scheduler import in_place
 from tests.engine.specs import COPIES, FEW_KV_HEADS, FOUR_RANKS, LATENT, MIXTURE, WINDOWS
 from tests.support.cached_kv import assert_caches_hold_their_text
 from tests.support.engines import Job, Outcome, add_job, run, scheduler_of
+from tests.support.null_blocks import spoil_null_blocks
 from tests.support.pool import EnginePool, EngineSpec, go_home
 from tests.support.same import PLAIN_TOLERANCE, TOLERANCE, assert_teacher_forced
 from tests.support.stock import stock_answers
@@ -31,6 +32,7 @@ ENGINES = {
     "test_recomputing_gives_the_same": [MIXTURE, WINDOWS, LATENT],
     "test_blocks_are_short_between_kinds_of_one_tp": [MIXTURE],
     "test_teacher_forced_log_probabilities_after_a_switch": [FEW_KV_HEADS, WINDOWS, LATENT],
+    "test_null_blocks_are_clear_after_a_switch": [FOUR_RANKS, WINDOWS, LATENT],
     "test_half_prefilled_and_waiting_requests_are_carried": [MIXTURE, WINDOWS, LATENT],
     "test_what_moves_is_what_requests_hold": [COPIES, WINDOWS, LATENT],
     "test_a_layout_asked_for_after_a_batch_holds_for_the_next": [COPIES],
@@ -151,6 +153,22 @@ def test_every_ordered_pair_of_layouts(case: Case) -> None:
         assert_same(llm, outcomes, static[source], static[target])
         assert switch.migrated == switch.num_seqs == len(batch())
         assert (switch.kv_bytes > 0) == (switch.source.tp != switch.target.tp)
+
+
+def test_null_blocks_are_clear_after_a_switch(case: Case) -> None:
+    """The layout before had requests' blocks there. And no step reads them: NaN changes nothing."""
+    llm, names, static = case
+    clear: list[bool] = []
+    for source, target in itertools.permutations(names[::-1], 2):
+
+        def before_step(step: int, source: str = source, target: str = target) -> None:
+            at_steps(llm, {0: source, 9: target})(step)
+            if step in (0, 9):
+                clear.append(spoil_null_blocks(llm))
+
+        outcomes = run(llm, batch(), before_step=before_step)
+        assert_same(llm, outcomes, static[source], static[target])
+        assert clear[-1]
 
 
 def held_bytes(llm: Any, target: Layout) -> int:

@@ -143,6 +143,17 @@ class Platform:
         return torch.cuda.graph_pool_handle()
 
 
+class Group:
+    """A group of ranks; `destroyed` has what was the TP group whenever it was destroyed."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size, self.rank_in_group = world_size, 0
+        self.destroyed: list[Any] = []
+
+    def destroy(self) -> None:
+        self.destroyed.append(parallel_state._TP)
+
+
 def imitate_gpus(monkeypatch: pytest.MonkeyPatch, device: DeviceMemory, runner: str = "v2") -> None:
     """Have workers start on the device, without processes, streams and kernels.
 
@@ -164,7 +175,7 @@ def imitate_gpus(monkeypatch: pytest.MonkeyPatch, device: DeviceMemory, runner: 
     put(IrOpPriorityConfig, "set_default", lambda self: None)
     put(ir, "set_default_torch_wrap", lambda on: None)
     put(workspace, "_manager", None)
-    every = SimpleNamespace(world_size=RANKS, rank_in_group=0)
+    every: Any = Group(RANKS)
     alone = SimpleNamespace(is_first_rank=True, is_last_rank=True)
     put(parallel_state, "_TP", every)
     put(parallel_state, "_ETP", every)
@@ -187,7 +198,7 @@ def imitate_gpus(monkeypatch: pytest.MonkeyPatch, device: DeviceMemory, runner: 
         "exit_when_orphaned": lambda: None,
         "Exchange": Exchange,
         "LayoutWeights": Weights,
-        "make_tp_group": lambda layout, *args: SimpleNamespace(world_size=layout.tp),
+        "make_tp_group": lambda layout, *args: every if layout.replicas == 1 else Group(layout.tp),
         "seed_replica": lambda *args: None,
         "set_current_vllm_config": lambda config: nullcontext(),
         "SideStream": lambda device: SideStream(torch.device("cpu")),

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from vllm.distributed import parallel_state
+from vllm.distributed.device_communicators.custom_all_reduce import CustomAllreduce
 from vllm.v1.executor import multiproc_executor
 from vllm.v1.worker.gpu_worker import Worker
 
@@ -95,6 +96,24 @@ def test_what_an_engine_does_fits(device: DeviceMemory, engine: Engine) -> None:
         assert runtime.kv_cache_config.num_blocks == kv * layout.tp // block
         views = runtime.connector.kv_caches.values()
         assert len(views) == NUM_LAYERS and sum(view.nbytes for view in views) == kv
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_graphs_that_are_measured_give_peers_no_memory(
+    device: DeviceMemory, monkeypatch: pytest.MonkeyPatch, runner: str
+) -> None:
+    """By custom all-reduce, which registers what other graphs read."""
+    imitate_gpus(monkeypatch, device, runner)
+    stock, capture, registers = CustomAllreduce.all_reduce, device.capture, []
+
+    def noted(*args: Any) -> int:
+        registers.append(CustomAllreduce.all_reduce is stock)
+        return capture(*args)
+
+    monkeypatch.setattr(device, "capture", noted)
+    start_worker()
+    assert registers and not any(registers)
+    assert CustomAllreduce.all_reduce is stock
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
@@ -255,21 +274,28 @@ def test_sleep_wake_up_discard_update_switch_and_step(
 def test_shutdown(
     device: DeviceMemory, engine: Engine, monkeypatch: pytest.MonkeyPatch, active: int
 ) -> None:
-    """Every layout's runner is shut down once, and no tensor lies in a pool that is released."""
+    """Every layout's runner is shut down once, and no tensor lies in a pool that is released.
+
+    Every layout's group is destroyed in its place, and vLLM's own is left to vLLM.
+    """
     worker = engine.worker
     if active:
         engine.switch_to(LAYOUTS[active])
     runners = [runtime.runner for runtime in worker._runtimes.values()]
+    *groups, own = (runtime.group for runtime in worker._runtimes.values())
     at_release: list[Any] = []
 
     def release() -> None:
         at_release.append([runner.is_shut_down for runner in runners])
+        at_release.append([list(group.destroyed) for group in groups])
         at_release.append(device.referred_to("kv_cache"))
 
     monkeypatch.setattr(device.allocator, "release_pools", release)
     assert device.referred_to("kv_cache")
     worker.shutdown()
-    assert at_release == [[1, 1, 1], 0]
+    assert at_release == [[1, 1, 1], [[], []], 0]
+    assert [group.destroyed for group in groups] == [[group] for group in groups]
+    assert parallel_state._TP is own and not own.destroyed
 
 
 def test_a_worker_that_has_no_device_yet_is_shut_down(monkeypatch: pytest.MonkeyPatch) -> None:

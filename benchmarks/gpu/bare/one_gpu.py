@@ -92,6 +92,17 @@ def _of_first_device(stock: Any) -> Any:
     return lambda cls, device_id: stock(cls, 0)
 
 
+def _on_a_stream_of_its_own(stock: Any) -> Any:
+    @functools.wraps(stock)
+    def init(*args: Any, **kwargs: Any) -> None:
+        from vllm.utils import torch_utils
+
+        stock(*args, **kwargs)
+        torch_utils.current_stream()  # the first call makes it, and sets it
+
+    return init
+
+
 def _of_a_device_for_each_rank(stock: Any) -> Any:
     def checks(facts: Any, ranks: int, machine: bool) -> Any:
         devices, peers = facts.devices[:1] * RANKS, ((True,) * RANKS,) * RANKS
@@ -106,6 +117,7 @@ _GATHER = "output_tensor, input_tensor, group, async_op"
 _ALL_TO_ALL = "output, input, output_split_sizes, input_split_sizes, group, async_op"
 _BROADCAST = "tensor, src, group, async_op, group_src"
 _LINKS = "cls, physical_device_ids"
+_INIT = "vllm_config, rank, distributed_init_method, local_rank, backend"
 _PHYSICAL = "vllm.platforms.interface:Platform.device_id_to_physical_device_id"
 _SWAPPED = _through_host("output", "input")
 _ONE, _TWO = _through_host("tensor"), _through_host("output_tensor", "input_tensor")
@@ -123,6 +135,12 @@ PATCHES = (
     ),
     Patch(f"{_CUDA}:NvmlCudaPlatform.is_fully_connected", _LINKS, "four ranks want links", _TRUE),
     Patch(_PHYSICAL, "cls, device_id", "each rank has the device of its number", _of_first_device),
+    Patch(
+        "vllm.v1.worker.gpu_worker:init_worker_distributed_environment",
+        _INIT,
+        "NCCL's communicators have a worker leave the default stream",
+        _on_a_stream_of_its_own,
+    ),
     Patch(f"{_ALL_REDUCE}:gpu_p2p_access_check", "src, tgt", "custom all-reduce asks", _TRUE),
     Patch(
         "pat_vllm.doctor.environment:_device_checks",

@@ -11,7 +11,7 @@ import random
 import pytest
 
 import pat_vllm
-from tests.engine.specs import V2
+from tests.engine.specs import V2, V2_LATENT, V2_LINEAR
 from tests.engine.test_weight_updates import NEW, OLD, sleep_with_new_weights, update
 from tests.engine.v2.batch import (
     MIN_TOKENS,
@@ -23,9 +23,14 @@ from tests.engine.v2.batch import (
     run_static,
 )
 from tests.support.counting import assert_counted
+from tests.support.null_blocks import spoil_null_blocks
 from tests.support.pool import go_home
 
 pytestmark = pytest.mark.engine(V2)
+ENGINES = {
+    "test_every_ordered_pair_of_layouts": [V2, V2_LATENT, V2_LINEAR],
+    "test_null_blocks_are_clear_after_a_switch": [V2, V2_LATENT, V2_LINEAR],
+}
 
 
 def test_every_ordered_pair_of_layouts(served: Served) -> None:
@@ -44,6 +49,14 @@ def test_every_ordered_pair_of_layouts(served: Served) -> None:
 
 def test_every_ordered_pair_when_kv_is_computed_again(served: Served) -> None:
     check_tour(served.few(), way_of_kv="recompute")
+
+
+def test_null_blocks_are_clear_after_a_switch(served: Served) -> None:
+    """The layout before had requests' blocks there. And no step reads them: NaN changes nothing."""
+    clear: list[bool] = []
+    check_tour(served.few(), at_switch=lambda _: clear.append(spoil_null_blocks(served.llm)))
+    assert clear and all(clear)
+    assert pat_vllm.switch(served.llm, tp=names_of(served.llm)[-1])  # the way home clears it
 
 
 @pytest.mark.parametrize("copies", [1])

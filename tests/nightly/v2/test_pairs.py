@@ -1,10 +1,10 @@
-"""The tests of Model Runner V2 on two ranks with copies of weights, and a long storm."""
+"""The tests of Model Runner V2 on two ranks with copies of weights, and long storms."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.engine.specs import MIGRATE, V2
+from tests.engine.specs import MIGRATE, V2, V2_LATENT, V2_LINEAR
 from tests.engine.v2 import test_pairs
 from tests.engine.v2.batch import Served
 from tests.engine.v2.test_pairs import (  # noqa: F401
@@ -25,9 +25,18 @@ TWO = EngineSpec(
     model_runner_v2=True,
 )
 pytestmark = pytest.mark.engine(TWO)
-ENGINES = {"test_storm": [TWO, V2]}
+ENGINES = {
+    "test_every_ordered_pair_when_kv_is_computed_again": [TWO, V2_LATENT, V2_LINEAR],
+    "test_storm": [TWO, V2],
+    "test_storm_of_other_kinds": [V2_LATENT, V2_LINEAR],
+}
 
 
 @pytest.mark.parametrize("copies", [2, 16])
 def test_storm(served: Served, copies: int) -> None:
     test_pairs.test_storm(served, copies)
+
+
+def test_storm_of_other_kinds(served: Served) -> None:
+    """Of state: latent attention, and linear attention, which takes Triton's interpreter long."""
+    test_pairs.test_storm(served, 2)

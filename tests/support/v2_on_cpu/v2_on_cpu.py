@@ -47,10 +47,10 @@ def scheduled_asynchronously() -> Iterator[None]:
 
     stock = CpuPlatform.check_and_update_config
 
-    def check_and_update_config(vllm_config: Any) -> None:
+    def check_and_update_config(cls: Any, vllm_config: Any) -> None:
         stock(vllm_config)
         vllm_config.scheduler_config.async_scheduling = True
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CpuPlatform, "check_and_update_config", staticmethod(check_and_update_config))
+        patch.setattr(CpuPlatform, "check_and_update_config", classmethod(check_and_update_config))
         yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -45,6 +46,8 @@ def main(rank: int, address: str) -> None:
     if rank == 0:
         devices()
         doctor()
+    else:
+        stream()
 
 
 def collectives(rank: int) -> None:
@@ -96,6 +99,23 @@ def devices() -> None:
     assert custom_all_reduce._can_p2p(0, 2), "stock vLLM's groups"
     with probe_p2p_between(lambda tp: [1, 0]):
         assert custom_all_reduce._can_p2p(0, 2), "PAT's groups"
+
+
+def stream() -> None:
+    """A worker leaves the default stream when it has its device, before anything of PAT's."""
+    from vllm.utils import torch_utils
+    from vllm.v1.worker import gpu_worker
+
+    done = []
+    for name in ("init_distributed_environment", "ensure_model_parallel_initialized"):
+        setattr(gpu_worker, name, lambda *args: done.append("groups"))
+    for name in ("ensure_ec_transfer_initialized", "override_envs_for_eplb"):
+        setattr(gpu_worker, name, mock.MagicMock())
+    torch_utils.current_stream = lambda: done.append("stream")
+    config = mock.MagicMock()
+    config.parallel_config.distributed_timeout_seconds = None
+    gpu_worker.init_worker_distributed_environment(config, 0, local_rank=0)
+    assert done == ["groups", "groups", "stream"]
 
 
 def doctor() -> None:

@@ -16,6 +16,7 @@ MUTATIONS = mutations({
         ("each rank has a device of its own", "benchmarks.gpu.bare.one_gpu:_of_first_device", "stock(cls, 0)", "stock(cls, device_id)"),
         ("the first GPU, whichever are visible", "benchmarks.gpu.bare.one_gpu:_of_first_device", "stock(cls, 0)", "0"),
         ("the doctor counts one GPU", "benchmarks.gpu.bare.one_gpu:_of_a_device_for_each_rank", "facts.devices[:1] * RANKS", "facts.devices"),
+        ("work is on the default stream", "benchmarks.gpu.bare.one_gpu:_on_a_stream_of_its_own", "torch_utils.current_stream()", "pass"),
         ("class methods become functions", "benchmarks.gpu.bare.one_gpu:apply", "classmethod(changed) if of_class else changed", "changed"),
         ("vLLM's environment is left as it was", "benchmarks.gpu.bare.one_gpu:install", "os.environ.update(ENVIRONMENT)", "pass"),
     ],

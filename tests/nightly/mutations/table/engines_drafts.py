@@ -54,6 +54,16 @@ MUTATIONS = mutations({
         ("replicas draw the same numbers", "worker.worker:PATWorkerMixin.pat_switch", "command.target.replica_of(self.rank)", "0"),
         ("each switch seeds alike", "worker.worker:PATWorkerMixin.pat_switch", "command.switch_id", "0"),
     ],
+    "tests/engine/v2/test_pairs.py::test_every_ordered_pair_of_layouts[V2 latent]": [
+        ("V2: one rank of a group gets latent vectors", "kv_transfer.plan:head_routes", "in target.ranks_of(target_replica)", "in target.ranks_of(target_replica)[: kind.heads]"),
+    ],
+    "tests/engine/v2/test_pairs.py::test_every_ordered_pair_of_layouts[V2 linear]": [
+        ("V2: a part of linear attention's states stays", "kv_transfer.connector:PATConnector.register_kv_caches", "kind.segments(spec, view)", "kind.segments(spec, view)[:1]"),
+    ],
+    "tests/engine/test_switch.py::test_null_blocks_are_clear_after_a_switch[windows]": [
+        ("null blocks hold what another layout left", "worker.worker:PATWorkerMixin.pat_switch", "target.connector.clear_null_block()", "pass"),
+        ("null blocks are zeroed before KV has moved", "worker.worker:PATWorkerMixin.pat_switch", "kv_bytes = 0\n", "target.connector.clear_null_block(); kv_bytes = 0\n"),
+    ],
     "tests/engine/v2/test_pairs.py::test_an_update_between_switches_reaches_every_layout": [
         ("new weights come to the active layout", "worker.weight_updates:WeightUpdatesMixin.pat_call_in_base", "self._enter_for_a_call(self._base)\n            return function", "return function"),
     ],

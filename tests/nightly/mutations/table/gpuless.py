@@ -65,6 +65,8 @@ MUTATIONS = mutations({
         ("the active layout's parameters are kept", "worker.gpu_worker:PATGPUWorker._in_base", "self._activate(self._base)", "pass"),
         ("sleep ends in the base layout", "worker.gpu_worker:PATGPUWorker._in_base", "self._activate(active)", "pass"),
         ("one runner is shut down", "worker.runtime:shut_down_beside", "runtime.runner.shutdown()", "pass"),
+        ("one group is destroyed", "worker.worker:PATWorkerMixin.shutdown", "destroy_tp_groups((runtime.group for runtime in runtimes.values()), self._all_ranks)", "pass"),
+        ("graphs that go give peers their memory", "worker.late_memory:measure_graphs", "        capture_without_ipc(),\n", ""),
         ("buffers are kept at the wrong level", "worker.gpu_worker:PATGPUWorker.sleep", "if level == 2", "if level == 1"),
         ("weights go to sleep as they lie", "worker.weight_updates:WeightUpdatesMixin.sleep", "self._weights.arrange(self._base.layout)", "pass"),
         ("an update finds another layout", "worker.weight_updates:WeightUpdatesMixin.pat_call_in_base", "self._enter_for_a_call(self._base)", "pass"),
@@ -72,7 +74,7 @@ MUTATIONS = mutations({
         ("freed shares stay", "worker.gpu_worker:PATGPUWorker.load_model", "if len(self._runtimes) > 1 and", "if False and"),
         ("nothing is shared", "worker.worker:PATWorkerMixin.load_model", "share_buffers(loaded, self._state_transfer)", "pass"),
         ("a model for all layouts", "worker.worker:PATWorkerMixin.init_device", "self._make_runner(runtime.config)", "self._make_runner(self._base.config)"),
-        ("titled by the base layout", "worker.worker:PATWorkerMixin.init_device", "install_tp_group(all_ranks)", "pass"),
+        ("titled by the base layout", "worker.worker:PATWorkerMixin.init_device", "install_tp_group(self._all_ranks)", "pass"),
         ("nothing is given back", "worker.late_memory:measure_buffers", "_end_smallest_kv_cache(runtime.runner)", "pass"),
         ("the base layout's workspace is not handed on", "patches.runners:use_attention_workspace", "builder.set_workspace_buffer(workspace)", "pass"),
         ("layouts capture on a stream each", "worker.gpu_worker:PATGPUWorker.compile_or_warm_up_model", "with capture_on(self._capture_stream):", "if True:"),
@@ -87,6 +89,11 @@ MUTATIONS = mutations({
         ("a switch leaves weights as they are", "worker.worker:PATWorkerMixin.pat_switch", "self._weights.arrange(target.layout)", "0"),
         ("CUDA graphs: a KV buffer for each layout", "kv_transfer.kv_buffer:_Allocation.__torch_function__", "if self._shared.buffer is None:", "if True:"),
     ],
+    "tests/vllm/patches/test_groups.py": [
+        ("a group is destroyed with another's workspaces", "patches.groups:destroy_tp_groups", "install_tp_group(group)  #", "pass  #"),
+        ("a group is destroyed for each layout that has it", "patches.groups:destroy_tp_groups", "{id(group): group for group in groups if group is not own}.values()", "[group for group in groups if group is not own]"),
+        ("peers open the memory of graphs that go", "patches.groups:capture_without_ipc", '"registered": False', '"registered": True'),
+    ],
     "tests/gpuless/test_happens_before.py": [
         ("a call in every layout does not wait for rows", "worker.weight_updates:WeightUpdatesMixin.pat_call_in_base", "self._enter_for_a_call(runtime)", "self._enter(runtime)"),
         ("exchange: NCCL is not waited for", "kv_transfer.exchange:CollectiveTransport.finish", "work.wait()", "pass"),
@@ -98,6 +105,7 @@ MUTATIONS = mutations({
         ("row swaps: on another stream", "weights.inplace:InPlaceShards.arrange", "move.run()", "with torch.cuda.stream(torch.cuda.Stream()): move.run()"),
         ("row swaps: all rounds at once", "weights.row_order:rounds", "not disjoint or any", "not disjoint or False and any"),
         ("row swaps: sleep does not wait", "worker.weight_updates:WeightUpdatesMixin.sleep", "self._synchronize_device()", "pass"),
+        ("the null block is zeroed beside the exchange", "worker.worker:PATWorkerMixin.pat_switch", "weight_bytes = self._weights.arrange(target.layout)", "weight_bytes = self._weights.arrange(target.layout)\n            target.connector.clear_null_block()"),
         ("side stream: is not waited for", "worker.worker:PATWorkerMixin.pat_switch", "self._side.wait()", "pass"),
     ],
     "tests/gpuless/test_kv_layouts.py": [
