@@ -57,7 +57,7 @@ def examine(console: Console, options: Options) -> Report:
     for name in options.stage or ():
         if name not in STAGES:
             raise ValueError(f"--stage {shown(name)} is not known; allowed: {', '.join(STAGES)}")
-    sizes = sizes_of(options.shape, options.ranks)
+    sizes = sizes_of(options.shape, options.ranks, options.speculate)
     if options.gpu is not None:
         gpu_named(options.gpu)
         if options.model is None:

@@ -29,7 +29,8 @@ class Options(Ranged):
     shape: Annotated[
         str,
         typer.Option(
-            help="Of the random model: tiny, moe, linear or latent (attention), or large."
+            help="Of the random model: tiny, moe, linear or latent (attention), window or sinks "
+            "(sliding windows), or large."
         ),
     ] = "tiny"
     dtype: Annotated[

@@ -57,8 +57,8 @@ def run_stages(
         doing: called with what is being done, as "stage: what".
     """
     run = _Stages(options, make_models, doing)
-    stages = (run.environment, run.model, run.memory)
-    stages += tuple(partial(run.engines, name) for name in (*GRAPHS, AS_USED))
+    stages: list[Callable[[], Outcome]] = [run.environment, run.model, run.memory]
+    stages += [partial(run.engines, name) for name in (*GRAPHS, AS_USED)]
     failed = None
     for name, stage in zip(STAGES, stages, strict=True):
         if failed is not None:

@@ -36,7 +36,11 @@ def test_names_of_users_and_folders_are_left_out() -> None:
     ("arguments", "words"),
     [
         (("--gpu", "H100"), "name one by --model"),
-        (("--shape", "huge"), "allowed: tiny, moe, linear, latent, large"),
+        (("--shape", "huge"), "allowed: tiny, moe, linear, latent, window, sinks, large"),
+        (
+            ("--shape", "window", "--speculate", "4"),
+            "--speculate 4 needs another --shape than window",
+        ),
         (("--stage", "full", "--stage", "graphs"), "'graphs' is not known; allowed: environment,"),
         (("--engine", "[1]"), "--engine takes a JSON object"),
         (("--model", "nowhere"), "neither a config.json nor a folder"),
