@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,7 +46,12 @@ def main(rank: int, address: str) -> None:
     dist.barrier()
     dist.destroy_process_group()
     if rank == 0:
+        # Before this is a platform of whose kernels there are none.
+        from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn
+
         devices()
+        linear_attention(qwen_gdn_linear_attn._resolve_gdn_prefill_backend)
+        streams()
         doctor()
 
 
@@ -96,6 +104,26 @@ def devices() -> None:
     assert custom_all_reduce._can_p2p(0, 2), "stock vLLM's groups"
     with probe_p2p_between(lambda tp: [1, 0]):
         assert custom_all_reduce._can_p2p(0, 2), "PAT's groups"
+
+
+def linear_attention(resolve: Callable[[Any], tuple[str, str]]) -> None:
+    """Its kernel for prompts is one that is there."""
+    sizes = SimpleNamespace(linear_key_head_dim=64, linear_value_head_dim=64)
+    model = SimpleNamespace(hf_text_config=sizes)
+    config: Any = SimpleNamespace(additional_config={}, model_config=model)
+    assert resolve(config) == ("auto", "flashinfer")
+    setattr(one_gpu, "find_spec", lambda name: None)  # noqa: B010
+    assert resolve(config) == ("auto", "triton")
+
+
+def streams() -> None:
+    """A worker that has joined the world has a stream of its own, as with NCCL."""
+    from vllm.utils import torch_utils
+
+    joined: list[str] = []
+    torch_utils.current_stream = lambda: joined.append("stream")
+    one_gpu._on_a_stream_of_its_own(lambda config: joined.append(config))("world")
+    assert joined == ["world", "stream"]
 
 
 def doctor() -> None:
