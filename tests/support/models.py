@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pat_vllm.cli import random_model as builder
+from pat_vllm.cli.doctor_models import SHAPES
 from pat_vllm.cli.random_config import LATENT as LATENT_ARCHS
 from tests.support import vision
 
@@ -130,6 +131,8 @@ SPECS: dict[str, dict[str, Any]] = {
     # For GPUs (tests/gpu): heads as wide as those of real models, in 16 bits.
     "wide": dict(WIDE, seed=0),
     "wide_updated": dict(WIDE, seed=1),
+    # Of other kinds: those of the doctor, whose 16-bit numbers can be compared.
+    **{shape: vars(SHAPES[shape]) for shape in ("moe", "linear", "latent", "window", "sinks")},
     # For schedulers of eight ranks, which only read its config.
     "eight_kv_heads": dict(arch="qwen3", heads=8, kv_heads=8, max_position_embeddings=16_384),
     # So few tokens that the law of sampled text can be computed. Most likely goes on in its phrase.
@@ -148,7 +151,7 @@ SPECS: dict[str, dict[str, Any]] = {
     ),
 }
 LATENT = [name for name, spec in SPECS.items() if spec["arch"] in LATENT_ARCHS]
-REPEATING = [name for name, spec in SPECS.items() if "repeat" in spec]
+REPEATING = [name for name, spec in SPECS.items() if spec.get("repeat")]
 
 
 def phrase(name: str, tokens: int, start: int = 0) -> list[int]:
