@@ -117,7 +117,8 @@ def _without_flashinfer(stock: Any) -> Any:
     @functools.wraps(stock)
     def resolve(vllm_config: Any) -> tuple[str, str]:
         requested, backend = stock(vllm_config)
-        return requested, backend if find_spec("flashinfer") else "triton"
+        is_there = find_spec("flashinfer") and find_spec("cutlass")
+        return requested, backend if is_there else "triton"
 
     return resolve
 
@@ -154,7 +155,7 @@ _SWAPPED = _through_host("output", "input")
 _ONE, _TWO = _through_host("tensor"), _through_host("output_tensor", "input_tensor")
 _PHASES = {
     "init_device": "self",
-    "load_model": "self, kwargs",
+    "load_model": "self",
     "initialize_from_config": "self, kv_cache_config",
     "compile_or_warm_up_model": "self",
 }
@@ -188,7 +189,7 @@ PATCHES = (
     Patch(
         "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn:_resolve_gdn_prefill_backend",
         "vllm_config",
-        "vLLM takes FlashInfer's kernel without asking whether it is installed",
+        "vLLM takes FlashInfer's kernel without asking whether it, and what it needs, is installed",
         _without_flashinfer,
     ),
     *(

@@ -69,13 +69,13 @@ LEFT_OUT = (
 EXPERTS = ("vllm/_moe_C_*",)  # kernels for mixtures: 38 MB
 
 
-FLASHINFER = "flashinfer-python==0.7.2 click tabulate cuda_tile nvidia_cudnn_frontend"
+FLASHINFER = "flashinfer-python==0.7.2.post1 click tabulate cuda_tile nvidia_cudnn_frontend"
 OF_FLASHINFER = (
     "flashinfer/data/csrc/fused_moe/*",
-    "*_sm1[0-9][0-9]*",
-    "*/sm_1[0-9][0-9]*",
-    "*/tests/*",
-    "flashinfer/experimental/*",
+    "flashinfer/data/csrc/*sm1[0-9][0-9]*",
+    "flashinfer/data/csrc/*sm_1[0-9][0-9]*",
+    "flashinfer/data/cutlass/examples/*",
+    "flashinfer/data/cutlass/test/*",
 )
 """What is left out: experts' kernels, and those for other GPUs."""
 

@@ -66,7 +66,7 @@ def commands(step: str, arguments: Sequence[str], out: Path, ranks: int) -> list
     Raises:
         ValueError: there is no such step or model, or kernels for it are not here.
     """
-    parser = argparse.ArgumentParser(prog=step, allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog=step, allow_abbrev=False, add_help=False)
     parser.add_argument("--engine", type=json.loads, default={})
     # vLLM counts what the other ranks hold as its own.
     small = {"gpu_memory_utilization": 0.4 / ranks}

@@ -158,16 +158,16 @@ def test_steps_outlive_their_command(
 ) -> None:
     """What comes next waits for them, and hands out what they wrote."""
     monkeypatch.setattr(run, "PATIENCE", 0)
-    assert run.main(shlex.split("tests --version + tests --no-such-option / tests --version")) == 2
+    assert run.main(shlex.split("tests --no-such-option + tests --version / tests --version")) == 2
     assert "still at it" in capsys.readouterr().out
     monkeypatch.setattr(run, "PATIENCE", 120)
     assert run.main([]) == 1
     said = capsys.readouterr().out
     assert said.count("== tests --version passed after") == 2
     assert said.count("== tests --no-such-option FAILED after") == 1
-    names = {"00-tests", "00-tests.log", "01-tests.log", "02-tests.log", "journal.log"}
+    names = {"01-tests", "00-tests.log", "01-tests.log", "02-tests.log", "journal.log"}
     assert names <= names_in(machine)
     assert run.main(shlex.split("tests --version")) == 0
     assert "03-tests.log" in names_in(machine)
-    assert run.main(shlex.split("two --shape moe")) == 1
+    assert run.main(shlex.split("two --shape moe --help")) == 1
     assert "== FAILED: --shape moe needs kernels for experts" in capsys.readouterr().out

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pat_vllm.cli import doctor_models
-from pat_vllm.cli.random_config import RandomModel
+from pat_vllm.cli.random_config import RandomModel, fields_of
 from pat_vllm.doctor.doctor_options import Options
 from pat_vllm.doctor.report import REPORT, Check, Report, Stage, without_names
 from pat_vllm.known_models import MODEL_SHAPES
@@ -117,3 +117,19 @@ def test_models_of_any_number_of_ranks(tmp_path: Path, monkeypatch: pytest.Monke
         assert models.dtype == ("bfloat16" if shape == "linear" else None)
     assert [model.seed for model in written[:2]] == [0, 1]
     assert doctor_models.self_test_models(tmp_path, sizes, 0).draft_lengths == ()
+
+
+def test_latent_attention_of_the_self_test_has_kernels_on_hopper() -> None:
+    """vLLM has none for prompts of other widths on CUDA (`behaviour.py`)."""
+    config = fields_of(doctor_models.SHAPES["latent"])
+    widths = [config[name] for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
+    assert widths == [128, 64, 128]
+    assert config["kv_lora_rank"] + config["qk_rope_head_dim"] == 576
+
+
+@pytest.mark.parametrize("shape", ["moe", "linear", "latent", "sinks"])
+def test_no_expert_of_the_self_test_is_chosen_by_rounding(shape: str) -> None:
+    model = doctor_models.SHAPES[shape]
+    config = fields_of(model)
+    assert config["num_experts_per_tok"] == model.experts
+    assert config.get("topk_group") == config.get("n_group")

@@ -83,6 +83,7 @@ MUTATIONS = mutations({
         ("CPU drafts are taken on GPUs", "doctor.tasks:as_used", 'facts.runner != "V2"', "True"),
     ],
     "tests/unit/cli/test_doctor.py": [
+        ("a router's choice is of rounding", "cli.random_config:_mixture", '"topk_group": groups', '"topk_group": 1'),
         ("a stage that is not there runs nothing", "cli.doctor:examine", "if name not in STAGES", "if name is None"),
         ("the report is written at the end alone", "cli.doctor:examine", "if output is not None:  # now", "if output is not None and stage.name == \"as used\":  # now"),
         ("engines of other stages are none", "doctor.report:Report.conclusion", "set(passed) <= set(WITHOUT_ENGINES)", "\"eager\" not in passed"),
