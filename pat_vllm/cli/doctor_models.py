@@ -27,7 +27,13 @@ SHAPES: Mapping[str, RandomModel] = {
     ),
     # Heads as wide as DeepSeek's: vLLM has no kernel on GPUs for prompts of others.
     "latent": RandomModel(
-        arch="deepseek_v3", layers=2, head_dim=128, experts=16, experts_per_token=16, gain=2.0
+        arch="deepseek_v3",
+        layers=2,
+        kv_heads=8,
+        head_dim=128,
+        experts=16,
+        experts_per_token=16,
+        gain=2.0,
     ),
     # Sliding windows in two layers of three, shorter than the requests; ...
     "window": RandomModel(arch="gemma3_text", tie=True, window=40),

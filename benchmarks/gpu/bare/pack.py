@@ -43,10 +43,10 @@ typing_inspection==0.4.5 uvicorn==0.54.0 watchfiles==1.3.0 xgrammar==0.2.8
 execnet hypothesis iniconfig pluggy pytest>=8,<9.2 pytest-timeout>=2.3 pytest-xdist>=3.6
 sortedcontainers
 """
-"""Without their dependencies: what vLLM 0.33, PAT and `tests/gpu` import beside what comes with
-torch 2.11, Triton, transformers, typer, matplotlib and scipy, which the machine has. A dense 16-bit
-model runs without flashinfer, tilelang, cutlass-dsl, quack-kernels, torchcodec, PyNvVideoCodec,
-ray, mistral_common, anthropic, mcp and exporters of telemetry."""
+"""Without their dependencies: what vLLM 0.32 and 0.33, PAT and `tests/gpu` import beside what comes
+with torch 2.11, Triton, transformers, typer, matplotlib and scipy, which the machine has. A dense
+16-bit model runs without flashinfer, tilelang, cutlass-dsl, quack-kernels, torchcodec,
+PyNvVideoCodec, ray, mistral_common, anthropic, mcp and exporters of telemetry."""
 LEFT_OUT = (
     "*.data/scripts/*",
     "*.cuh",
@@ -69,7 +69,8 @@ LEFT_OUT = (
 EXPERTS = ("vllm/_moe_C_*",)  # kernels for mixtures: 38 MB
 
 
-FLASHINFER = "flashinfer-python==0.7.2.post1 click tabulate cuda_tile nvidia_cudnn_frontend"
+# As vLLM 0.32 pins it, and what its attention and sampling import.
+FLASHINFER = "flashinfer-python==0.7.0.post1 click tabulate cuda_tile nvidia_cudnn_frontend"
 OF_FLASHINFER = (
     "flashinfer/data/csrc/fused_moe/*",
     "flashinfer/data/csrc/*sm1[0-9][0-9]*",
@@ -142,7 +143,7 @@ def pack(files: Iterable[tuple[str, bytes]], folder: Path, most: int) -> list[Pa
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.bare.pack", description=__doc__)
     parser.add_argument("part", nargs="?", choices=tuple(FOLDERS), default="vllm")
-    parser.add_argument("--vllm", default="0.33.0", help="version")
+    parser.add_argument("--vllm", default="0.32.0", help="version")
     parser.add_argument("--experts", action="store_true", help="also kernels for experts, 38 MB")
     parser.add_argument("--piece", type=int, default=50_000_000, help="bytes of a piece, at most")
     given = parser.parse_args()
