@@ -25,7 +25,7 @@ from pat_vllm.doctor.doctor_options import Options
 from pat_vllm.text_only import without_vision_and_audio
 
 if TYPE_CHECKING:  # this is slow to import, for `--help`
-    from pat_vllm.doctor.report import Report
+    from pat_vllm.doctor.report import Report, Stage
 
 _COLOURS = {"passed": "green", "failed": "bold red", "skipped": "dim"}
 
@@ -48,12 +48,16 @@ def examine(console: Console, options: Options) -> Report:
     from pat_vllm.child import ending_by_signals
     from pat_vllm.cli.doctor_models import self_test_models, sizes_of
     from pat_vllm.doctor.report import REPORT, Report
-    from pat_vllm.doctor.stages import run_stages
+    from pat_vllm.doctor.stages import STAGES, run_stages
+    from pat_vllm.files.reading import shown
     from pat_vllm.files.writing import write_whole
     from pat_vllm.gpus import gpu_named
 
     check_engine(options.engine, options.pat, options.ranks)
-    sizes = sizes_of(options.shape, options.ranks)
+    for name in options.stage or ():
+        if name not in STAGES:
+            raise ValueError(f"--stage {shown(name)} is not known; allowed: {', '.join(STAGES)}")
+    sizes = sizes_of(options.shape, options.ranks, options.speculate)
     if options.gpu is not None:
         gpu_named(options.gpu)
         if options.model is None:
@@ -62,6 +66,7 @@ def examine(console: Console, options: Options) -> Report:
         output.mkdir(parents=True, exist_ok=True)
         if not os.access(output, os.W_OK):
             raise PermissionError(f"--output-dir {output} may not be written to; name another")
+    command = shlex.join(["pat-vllm", *sys.argv[1:]])
     with ExitStack() as stack:
         stack.enter_context(ending_by_signals())
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pat-vllm-doctor-")))
@@ -77,21 +82,22 @@ def examine(console: Console, options: Options) -> Report:
                 console.print(text, markup=False)
 
         make_models = partial(self_test_models, scratch, sizes, options.speculate)
-        stages = []
+        stages: list[Stage] = []
+        report = Report("", command, ())
         for stage in run_stages(options, make_models, doing):
             stages.append(stage)
+            date = datetime.now(UTC).isoformat(timespec="seconds")
+            report = Report(date, command, tuple(stages)).without_names()
+            if output is not None:  # now: what is killed leaves what it has
+                text = REPORT.dump_json(report, indent=1).decode()
+                write_whole(output / "doctor.json", text + "\n")
             seconds = f" in {stage.seconds:.0f} s" if stage.seconds else ""
             why = f": {escape(stage.why)}" if stage.status == "skipped" else ""
             status_of = f"[{_COLOURS[stage.status]}]{stage.status}[/]"
             console.print(f"{stage.name}: {status_of}{seconds}{why}")
         status.stop()
-    command = shlex.join(["pat-vllm", *sys.argv[1:]])
-    date = datetime.now(UTC).isoformat(timespec="seconds")
-    report = Report(date, command, tuple(stages)).without_names()
     show(console, report)
     if output is not None:
-        text = REPORT.dump_json(report, indent=1).decode()
-        write_whole(output / "doctor.json", text + "\n")
         console.print(f"written: {output}/doctor.json", soft_wrap=True)
     return report
 

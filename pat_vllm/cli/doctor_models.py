@@ -25,7 +25,22 @@ SHAPES: Mapping[str, RandomModel] = {
         gain=0.5,
         dtype="bfloat16",
     ),
-    "latent": RandomModel(arch="deepseek_v3", layers=2, gain=2.0),
+    # Heads as wide as DeepSeek's: vLLM has no kernel on GPUs for prompts of others.
+    "latent": RandomModel(
+        arch="deepseek_v3",
+        layers=2,
+        kv_heads=8,
+        head_dim=128,
+        experts=16,
+        experts_per_token=16,
+        gain=2.0,
+    ),
+    # Sliding windows in two layers of three, shorter than the requests; ...
+    "window": RandomModel(arch="gemma3_text", tie=True, window=40),
+    # ... in one of two, with attention sinks and experts.
+    "sinks": RandomModel(
+        arch="gpt_oss", layers=2, window=40, experts_per_token=8, expert_intermediate=128, gain=2.0
+    ),
     # Four layers as wide as Llama-3.1-8B's, with a smaller vocabulary: 1 GB of parameters.
     "large": RandomModel(
         arch="llama",
@@ -42,15 +57,17 @@ _REPEAT = 1.2
 """Of models whose text repeats itself, so that drafts are accepted."""
 
 
-def sizes_of(shape: str, ranks: int) -> RandomModel:
+def sizes_of(shape: str, ranks: int, draft_length: int = 0) -> RandomModel:
     """The model of a shape, with heads that the ranks can share.
 
     Raises:
-        ValueError: there is no such shape.
+        ValueError: there is no such shape, or its text does not repeat itself for drafts.
     """
     if shape not in SHAPES:
         raise ValueError(f"--shape {shape!r} is not known; allowed: {', '.join(SHAPES)}")
     model = SHAPES[shape]
+    if draft_length and model.tie:
+        raise ValueError(f"--speculate {draft_length} needs another --shape than {shape}")
     if model.heads % ranks == 0:
         return model
     heads = math.lcm(model.heads, ranks)

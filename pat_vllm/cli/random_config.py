@@ -226,8 +226,9 @@ def _mixture(model: RandomModel) -> dict[str, Any]:
     routed = common | {"n_routed_experts": experts, "moe_intermediate_size": width}
     routed |= {"first_k_dense_replace": 1}
     yarn = _yarn(model, 150000.0)
-    # In two groups, of which a token goes to one.
-    deepseek = routed | {"n_group": EXPERT_GROUPS, "topk_group": 1}
+    # In two groups, of which a token goes to one if that has as many experts as it takes.
+    groups = -(-model.experts_per_token * EXPERT_GROUPS // experts)
+    deepseek = routed | {"n_group": EXPERT_GROUPS, "topk_group": groups}
     return {
         "qwen3_moe": qwen | {"norm_topk_prob": True},
         "qwen2_moe": shared,

@@ -29,7 +29,8 @@ class Options(Ranged):
     shape: Annotated[
         str,
         typer.Option(
-            help="Of the random model: tiny, moe, linear or latent (attention), or large."
+            help="Of the random model: tiny, moe, linear or latent (attention), window or sinks "
+            "(sliding windows), or large."
         ),
     ] = "tiny"
     dtype: Annotated[
@@ -42,4 +43,8 @@ class Options(Ranged):
     all: Annotated[
         bool, typer.Option("--all", help="Also engines with CUDA graphs, and one as you use it.")
     ] = False
+    stage: Annotated[
+        list[str] | None,
+        typer.Option(help="Run this stage alone, after `environment`; may be given several times."),
+    ] = None
     output_dir: Annotated[Path | None, typer.Option(help="Where to write doctor.json.")] = None

@@ -18,6 +18,8 @@ from pydantic import TypeAdapter
 
 Status = Literal["passed", "failed", "skipped"]
 
+WITHOUT_ENGINES = ("environment", "model", "memory")
+"""The first stages."""
 LOG_LINES = 40
 """Of a failed stage's log, at the end of it."""
 
@@ -92,7 +94,7 @@ class Report:
         if (failed := self.failed) is not None:
             return f"Not fit: stage '{failed.name}' failed. {failed.why}"
         passed = [stage.name for stage in self.stages if stage.status == "passed"]
-        if "eager" not in passed:
+        if set(passed) <= set(WITHOUT_ENGINES):
             return f"No engine was started. Passed: {', '.join(passed)}."
         return f"Fit, as far as was tested: {', '.join(passed)}."
 

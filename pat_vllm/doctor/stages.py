@@ -17,13 +17,14 @@ from pat_vllm.doctor.arithmetic import check_memory, engine_shape
 from pat_vllm.doctor.doctor_options import Options
 from pat_vllm.doctor.engine import REFERENCES, TASK
 from pat_vllm.doctor.environment import FACTS, EnvironmentFacts, environment_checks
-from pat_vllm.doctor.report import Check, Stage
+from pat_vllm.doctor.report import WITHOUT_ENGINES, Check, Stage
 from pat_vllm.doctor.tasks import Models, as_used, engine_as_given, self_test
 from pat_vllm.gpus import GPUS, Device, gpu_named
 
 AS_USED = "as used"
 GRAPHS = {"eager": None, "piecewise": "PIECEWISE", "full": "FULL"}
 """The stages of small engines, each with its `cudagraph_mode`."""
+STAGES = (*WITHOUT_ENGINES, *GRAPHS, AS_USED)
 SILENCE = 420.0
 """Seconds without a sign of life, or a line of its log, after which a process is taken to hang."""
 
@@ -56,16 +57,15 @@ def run_stages(
         doing: called with what is being done, as "stage: what".
     """
     run = _Stages(options, make_models, doing)
-    stages: dict[str, Callable[[], Outcome]] = {
-        "environment": run.environment,
-        "model": run.model,
-        "memory": run.memory,
-        **{name: partial(run.engines, name) for name in (*GRAPHS, AS_USED)},
-    }
+    stages: list[Callable[[], Outcome]] = [run.environment, run.model, run.memory]
+    stages += [partial(run.engines, name) for name in (*GRAPHS, AS_USED)]
     failed = None
-    for name, stage in stages.items():
+    for name, stage in zip(STAGES, stages, strict=True):
         if failed is not None:
             yield Stage(name, "skipped", why=f"'{failed}' failed")
+            continue
+        if options.stage and name not in ("environment", *options.stage):
+            yield Stage(name, "skipped", why="not named by --stage")
             continue
         began, run.stage, run.log = time.monotonic(), name, ""
         doing(name)
@@ -130,7 +130,7 @@ class _Stages:
         """Stock vLLM, and PAT beside it: every layout and every switch."""
         if self.options.gpu is not None:
             return "--gpu computes for another machine; leave it out to test this one"
-        if name != "eager" and not self.options.all:
+        if name != "eager" and not (self.options.all or self.options.stage):
             return "only with --all"
         if self.facts.graphs.get(name) == "NONE":
             asked = f"cudagraph_mode {name.upper()}"

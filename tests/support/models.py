@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from pat_vllm.cli import random_model as builder
+from pat_vllm.cli.doctor_models import SHAPES
 from pat_vllm.cli.random_config import LATENT as LATENT_ARCHS
+from pat_vllm.cli.random_config import RandomModel
 from tests.support import vision
 
 WIDE: dict[str, Any] = dict(
@@ -46,6 +48,16 @@ QWEN3_NEXT: dict[str, Any] = dict(_LINEAR, arch="qwen3_next")
 NEMOTRON_H: dict[str, Any] = dict(
     arch="nemotron_h", hidden=128, heads=4, kv_heads=4, head_dim=128, layers=8, gain=2.0
 )
+
+
+def _given(shape: str) -> dict[str, Any]:
+    """What a model of the doctor's has otherwise than `make_model`'s default."""
+    return {
+        name: value
+        for name, value in vars(SHAPES[shape]).items()
+        if name in ("heads", "kv_heads") or value != getattr(RandomModel, name)
+    }
+
 
 # What each one is for: see the comment. Everything not named is `make_model`'s default.
 SPECS: dict[str, dict[str, Any]] = {
@@ -130,6 +142,8 @@ SPECS: dict[str, dict[str, Any]] = {
     # For GPUs (tests/gpu): heads as wide as those of real models, in 16 bits.
     "wide": dict(WIDE, seed=0),
     "wide_updated": dict(WIDE, seed=1),
+    # Of other kinds: those of the doctor, whose 16-bit numbers can be compared.
+    **{shape: _given(shape) for shape in ("moe", "linear", "latent", "window", "sinks")},
     # For schedulers of eight ranks, which only read its config.
     "eight_kv_heads": dict(arch="qwen3", heads=8, kv_heads=8, max_position_embeddings=16_384),
     # So few tokens that the law of sampled text can be computed. Most likely goes on in its phrase.

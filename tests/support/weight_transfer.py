@@ -95,7 +95,7 @@ for name, engine in ((SOCKETS, SocketsTransfer), (FILES, FilesTransfer)):
         WeightTransferEngineFactory.register_engine(name, engine)
 
 
-def _described(weights: Sequence[tuple[str, torch.Tensor]]) -> dict[str, Any]:
+def described(weights: Sequence[tuple[str, torch.Tensor]]) -> dict[str, Any]:
     """What a call tells of weights, however they travel."""
     return {
         "names": [name for name, _ in weights],
@@ -124,7 +124,7 @@ class FilesTrainer:
                 path.write_bytes(weight.contiguous().view(torch.uint8).numpy().tobytes())
                 handle = (str(path), _dtype_name(weight), list(weight.shape), 0, 0, 0, 0)
                 handles.append({_DEVICE: handle})
-            info = _described(weights) | {"ipc_handles": handles}
+            info = described(weights) | {"ipc_handles": handles}
             self._llm.update_weights({"update_info": info})
 
 
@@ -157,7 +157,7 @@ class Trainer:
                 self.group.broadcast(weight, src=0)
 
         with self._beside(broadcast):
-            self._llm.update_weights({"update_info": _described([] if as_before else weights)})
+            self._llm.update_weights({"update_info": described([] if as_before else weights)})
 
     @staticmethod
     @contextlib.contextmanager

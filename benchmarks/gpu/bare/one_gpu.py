@@ -13,8 +13,10 @@ import inspect
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from pat_vllm.gpus import GiB
 from tests.support.on_import import patch_on_import
 
 if TYPE_CHECKING:
@@ -111,6 +113,37 @@ def _of_a_device_for_each_rank(stock: Any) -> Any:
     return checks
 
 
+def _without_flashinfer(stock: Any) -> Any:
+    @functools.wraps(stock)
+    def resolve(vllm_config: Any) -> tuple[str, str]:
+        requested, backend = stock(vllm_config)
+        is_there = find_spec("flashinfer") and find_spec("cutlass")
+        return requested, backend if is_there else "triton"
+
+    return resolve
+
+
+def _telling_memory(stock: Any) -> Any:
+    @functools.wraps(stock)
+    def phase(worker: Any, *args: Any, **kwargs: Any) -> Any:
+        result = stock(worker, *args, **kwargs)
+        tell_memory(worker, stock.__name__)
+        return result
+
+    return phase
+
+
+def tell_memory(worker: Any, when: str) -> None:
+    """Print what is in use of a worker's device, by all ranks, and what torch holds in this one."""
+    import torch
+
+    free, total = torch.cuda.mem_get_info(worker.device)
+    used, held = total - free, torch.cuda.memory_reserved(worker.device)
+    most = torch.cuda.max_memory_reserved(worker.device)
+    figures = f"device {used / GiB:.2f}, torch {held / GiB:.2f}, at most {most / GiB:.2f} GiB"
+    print(f"memory of rank {worker.rank} after {when}: {figures}", flush=True)
+
+
 _C10D, _CUDA = "torch.distributed.distributed_c10d", "vllm.platforms.cuda"
 _ALL_REDUCE = "vllm.distributed.device_communicators.all_reduce_utils"
 _GATHER = "output_tensor, input_tensor, group, async_op"
@@ -121,6 +154,12 @@ _INIT = "vllm_config, rank, distributed_init_method, local_rank, backend"
 _PHYSICAL = "vllm.platforms.interface:Platform.device_id_to_physical_device_id"
 _SWAPPED = _through_host("output", "input")
 _ONE, _TWO = _through_host("tensor"), _through_host("output_tensor", "input_tensor")
+_PHASES = {
+    "init_device": "self",
+    "load_model": "self",
+    "initialize_from_config": "self, kv_cache_config",
+    "compile_or_warm_up_model": "self",
+}
 _RANKS, _TRUE = (lambda stock: lambda *args: RANKS), (lambda stock: lambda *args: True)
 
 PATCHES = (
@@ -147,6 +186,16 @@ PATCHES = (
         "facts, ranks, machine",
         "the doctor wants a GPU for each rank",
         _of_a_device_for_each_rank,
+    ),
+    Patch(
+        "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn:_resolve_gdn_prefill_backend",
+        "vllm_config",
+        "vLLM takes FlashInfer's kernel without asking whether it, and what it needs, is installed",
+        _without_flashinfer,
+    ),
+    *(
+        Patch(f"pat_vllm.worker.worker:PATWorkerMixin.{name}", given, "memory", _telling_memory)
+        for name, given in _PHASES.items()
     ),
 )
 

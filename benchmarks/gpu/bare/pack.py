@@ -1,7 +1,8 @@
-"""Pack what a bare machine lacks into pieces: `python -m benchmarks.gpu.bare.pack`.
+"""Pack what a bare machine lacks into pieces: `python -m benchmarks.gpu.bare.pack [PART]`.
 
 vLLM's CUDA wheel for x86-64, less what a dense 16-bit model does not use on Hopper, and the wheels
-that it and the tests need, for Python 3.12. Pieces go below `build/`, which git ignores.
+that it and the tests need, for Python 3.12; or, apart from it, FlashInfer's sources for Hopper.
+Pieces go below `build/`, which git ignores.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 
+from benchmarks.gpu.bare.receive import FOLDERS
+
 ROOT = Path(__file__).resolve().parents[3]
-OUT = ROOT / "build" / "bare"
 SUMS = "SUMS"
 
 REQUIRED = """
@@ -41,10 +43,10 @@ typing_inspection==0.4.5 uvicorn==0.54.0 watchfiles==1.3.0 xgrammar==0.2.8
 execnet hypothesis iniconfig pluggy pytest>=8,<9.2 pytest-timeout>=2.3 pytest-xdist>=3.6
 sortedcontainers
 """
-"""Without their dependencies: what vLLM 0.33, PAT and `tests/gpu` import beside what comes with
-torch 2.11, Triton, transformers, typer, matplotlib and scipy, which the machine has. A dense 16-bit
-model runs without flashinfer, tilelang, cutlass-dsl, quack-kernels, torchcodec, PyNvVideoCodec,
-ray, mistral_common, anthropic, mcp and exporters of telemetry."""
+"""Without their dependencies: what vLLM 0.32 and 0.33, PAT and `tests/gpu` import beside what comes
+with torch 2.11, Triton, transformers, typer, matplotlib and scipy, which the machine has. A dense
+16-bit model runs without flashinfer, tilelang, cutlass-dsl, quack-kernels, torchcodec,
+PyNvVideoCodec, ray, mistral_common, anthropic, mcp and exporters of telemetry."""
 LEFT_OUT = (
     "*.data/scripts/*",
     "*.cuh",
@@ -67,14 +69,26 @@ LEFT_OUT = (
 EXPERTS = ("vllm/_moe_C_*",)  # kernels for mixtures: 38 MB
 
 
-def download(wheels: Path, vllm: str) -> None:
+# As vLLM 0.32 pins it, and what its attention and sampling import.
+FLASHINFER = "flashinfer-python==0.7.0.post1 click tabulate cuda_tile nvidia_cudnn_frontend"
+OF_FLASHINFER = (
+    "flashinfer/data/csrc/fused_moe/*",
+    "flashinfer/data/csrc/*sm1[0-9][0-9]*",
+    "flashinfer/data/csrc/*sm_1[0-9][0-9]*",
+    "flashinfer/data/cutlass/examples/*",
+    "flashinfer/data/cutlass/test/*",
+)
+"""What is left out: experts' kernels, and those for other GPUs."""
+
+
+def download(wheels: Path, required: Sequence[str]) -> None:
     """Have pip fetch the wheels."""
     tags = [f"manylinux_2_{glibc}_x86_64" for glibc in range(39, 4, -1)]
     tags += [f"manylinux{year}_x86_64" for year in ("2014", "2010", "1")]
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
     command += ["--only-binary=:all:", "--python-version=3.12", "--implementation=cp"]
     command += [f"--platform={tag}" for tag in tags]
-    subprocess.run([*command, f"--dest={wheels}", f"vllm=={vllm}", *REQUIRED.split()], check=True)
+    subprocess.run([*command, f"--dest={wheels}", *required], check=True)
 
 
 def contents(wheels: Iterable[Path], left_out: Sequence[str]) -> Iterator[tuple[str, bytes]]:
@@ -128,17 +142,23 @@ def pack(files: Iterable[tuple[str, bytes]], folder: Path, most: int) -> list[Pa
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.bare.pack", description=__doc__)
-    parser.add_argument("--vllm", default="0.33.0", help="version")
+    parser.add_argument("part", nargs="?", choices=tuple(FOLDERS), default="vllm")
+    parser.add_argument("--vllm", default="0.32.0", help="version")
     parser.add_argument("--experts", action="store_true", help="also kernels for experts, 38 MB")
     parser.add_argument("--piece", type=int, default=50_000_000, help="bytes of a piece, at most")
     given = parser.parse_args()
-    left_out = (*LEFT_OUT, *(() if given.experts else EXPERTS))
+    required = [f"vllm=={given.vllm}", *REQUIRED.split()]
+    left_out = [*LEFT_OUT, *(() if given.experts else EXPERTS)]
+    if given.part == "flashinfer":
+        required, left_out = FLASHINFER.split(), [*OF_FLASHINFER]
     with tempfile.TemporaryDirectory() as folder:
-        download(wheels := Path(folder), given.vllm)
-        files = chain(contents(sorted(wheels.glob("*.whl")), left_out), plugin())
-        for piece in pack(files, OUT, given.piece):
-            print(f"{piece.relative_to(ROOT)}: {piece.stat().st_size / 1e6:.1f} MB")
-    print(f"carry them with {(OUT / SUMS).relative_to(ROOT)} and the checkout")
+        download(wheels := Path(folder), required)
+        files = contents(sorted(wheels.glob("*.whl")), left_out)
+        if given.part == "vllm":
+            files = chain(files, plugin())
+        pieces = pack(files, FOLDERS[given.part], given.piece)
+    for path in (*pieces, FOLDERS[given.part] / SUMS):
+        print(f"{path.relative_to(ROOT)}: {path.stat().st_size / 1e6:.1f} MB")
 
 
 if __name__ == "__main__":

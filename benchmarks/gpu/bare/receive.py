@@ -1,4 +1,4 @@
-"""On the bare machine, put pieces together: `python -m benchmarks.gpu.bare.receive`.
+"""On the bare machine, put pieces together: `python -m benchmarks.gpu.bare.receive [PART]`.
 
 To be run for each load that is carried there. Pieces are kept outside of the checkout, until all
 have come. Needs nothing but Python.
@@ -7,13 +7,20 @@ have come. Needs nothing but Python.
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
+import sys
 import tarfile
 from pathlib import Path
 
-FROM = Path(__file__).resolve().parents[3] / "build" / "bare"
-KEPT = Path("/tmp/pat-bare/pieces")
-SITE = Path("/tmp/pat-bare/site")
+KEPT = Path(os.environ.get("PAT_BARE", "/tmp/pat-bare"))
+"""Outside of the checkout, which is replaced."""
+FOLDERS = {
+    part: Path(__file__).resolve().parents[3] / "build" / folder
+    for part, folder in (("vllm", "bare"), ("flashinfer", "bare-flashinfer"))
+}
+"""Of the pieces of each part."""
+SITES = {part: KEPT / part for part in FOLDERS}
 
 
 def receive(carried: Path, kept: Path, site: Path) -> list[str]:
@@ -56,5 +63,6 @@ def receive(carried: Path, kept: Path, site: Path) -> list[str]:
 
 
 if __name__ == "__main__":
-    waiting = receive(FROM, KEPT, SITE)
-    print(f"waiting for {', '.join(waiting)}" if waiting else f"unpacked to {SITE}")
+    (part,) = sys.argv[1:] or ["vllm"]
+    waiting = receive(FOLDERS[part], KEPT / "pieces" / part, SITES[part])
+    print(f"waiting for {', '.join(waiting)}" if waiting else f"unpacked to {SITES[part]}")

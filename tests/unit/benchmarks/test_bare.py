@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
+import shlex
+import tarfile
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -90,7 +93,7 @@ def test_vllm_would_find_pat() -> None:
     ]
 
 
-@pytest.mark.parametrize("step", ["two", "twographs", "profile qwen3-8b"])
+@pytest.mark.parametrize("step", ["two", "twographs --stage full", "profile qwen3-8b"])
 def test_commands_of_a_step_are_accepted(step: str, tmp_path: Path) -> None:
     """By the parsers, which check names of options and their values."""
     name, *arguments = step.split()
@@ -104,21 +107,67 @@ def test_commands_of_a_step_are_accepted(step: str, tmp_path: Path) -> None:
             assert given.get("ranks") in (None, ranks)
 
 
-def test_steps_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    ran: list[Any] = []
-
-    def ran_well(*args: Any) -> bool:
-        ran.append(args)
-        return args[0] != "two"
-
-    monkeypatch.setattr(run, "run", ran_well)
-    monkeypatch.setenv("RANKS", "4")
-    for words, status in (("profile qwen3-8b + smoke", 0), ("two --speculate 4 + tests", 1)):
-        assert run.main(words.split()) == status
-    assert ran == [
-        *[("profile", ["qwen3-8b"], 4), ("smoke", [], 4)],
-        *[("two", ["--speculate", "4"], 4), ("tests", [], 4)],
+def test_steps_are_told_apart(tmp_path: Path) -> None:
+    words = "profile qwen3-8b + smoke / two --speculate 4 + tests -k dense"
+    assert run.steps_of(words.split()) == [
+        [["profile", "qwen3-8b"], ["smoke"]],
+        [["two", "--speculate", "4"], ["tests", "-k", "dense"]],
     ]
-    for step, unknown in (("profile", "9b"), ("nothing", "nothing")):
+    assert run.steps_of([]) == []
+    for words, unknown in (("profile 9b", "9b"), ("smoke + nothing", "nothing")):
         with pytest.raises(ValueError, match=unknown):
-            run.commands(step, ["9b"], Path(), 2)
+            run.steps_of(words.split())
+
+
+def test_options_of_the_engine_are_one_object() -> None:
+    given = ["--engine", '{"gpu_memory_utilization": 0.3, "attention_backend": "X"}', "--all"]
+    (command,) = run.commands("two", given, Path(), 4)
+    assert command.count("--engine") == 1 and command[-1] == "--all"
+    engine = json.loads(command[command.index("--engine") + 1])
+    assert (engine["gpu_memory_utilization"], engine["attention_backend"]) == (0.3, "X")
+    assert engine["disable_custom_all_reduce"] is True
+
+
+def test_a_mixture_whose_kernels_are_not_here_is_refused(tmp_path: Path) -> None:
+    run.check_shape(["--shape", "window"], tmp_path)
+    with pytest.raises(ValueError, match=r"--shape latent needs .*: pack --experts"):
+        run.check_shape(["--engine", "{}", "--shape", "latent"], tmp_path)
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "_moe_C_stable_libtorch.abi3.so").touch()
+    run.check_shape(["--shape", "latent"], tmp_path)
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in place of the machine's; gives what comes back."""
+    monkeypatch.setenv("PAT_BARE", str(tmp_path))
+    for name in ("RESULTS", "LOCK", "JOURNAL"):
+        of_machine: Path = getattr(run, name)
+        monkeypatch.setattr(run, name, tmp_path / of_machine.relative_to(receive.KEPT))
+    monkeypatch.setattr(run, "OUT", tmp_path / "out")
+    return tmp_path / "out"
+
+
+def names_in(out: Path) -> set[str]:
+    with tarfile.open(out / "results.tar.xz") as archive:
+        return {Path(name).name for name in archive.getnames()} - {".", ""}
+
+
+def test_steps_outlive_their_command(
+    machine: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What comes next waits for them, and hands out what they wrote."""
+    monkeypatch.setattr(run, "PATIENCE", 0)
+    assert run.main(shlex.split("tests --no-such-option + tests --version / tests --version")) == 2
+    assert "still at it" in capsys.readouterr().out
+    monkeypatch.setattr(run, "PATIENCE", 120)
+    assert run.main([]) == 1
+    said = capsys.readouterr().out
+    assert said.count("== tests --version passed after") == 2
+    assert said.count("== tests --no-such-option FAILED after") == 1
+    names = {"01-tests", "00-tests.log", "01-tests.log", "02-tests.log", "journal.log"}
+    assert names <= names_in(machine)
+    assert run.main(shlex.split("tests --version")) == 0
+    assert "03-tests.log" in names_in(machine)
+    assert run.main(shlex.split("two --shape moe --help")) == 1
+    assert "== FAILED: --shape moe needs kernels for experts" in capsys.readouterr().out

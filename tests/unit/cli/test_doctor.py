@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from pat_vllm.cli import doctor_models
-from pat_vllm.cli.random_config import RandomModel
+from pat_vllm.cli.random_config import RandomModel, fields_of
 from pat_vllm.doctor.doctor_options import Options
-from pat_vllm.doctor.report import REPORT, Check, Stage, without_names
+from pat_vllm.doctor.report import REPORT, Check, Report, Stage, without_names
 from pat_vllm.known_models import MODEL_SHAPES
 from tests.support.command_line import invoke
 
@@ -36,7 +36,12 @@ def test_names_of_users_and_folders_are_left_out() -> None:
     ("arguments", "words"),
     [
         (("--gpu", "H100"), "name one by --model"),
-        (("--shape", "huge"), "allowed: tiny, moe, linear, latent, large"),
+        (("--shape", "huge"), "allowed: tiny, moe, linear, latent, window, sinks, large"),
+        (
+            ("--shape", "window", "--speculate", "4"),
+            "--speculate 4 needs another --shape than window",
+        ),
+        (("--stage", "full", "--stage", "graphs"), "'graphs' is not known; allowed: environment,"),
         (("--engine", "[1]"), "--engine takes a JSON object"),
         (("--model", "nowhere"), "neither a config.json nor a folder"),
         (("--pat", '{"layouts": [3]}'), "tp=3, which does not divide"),
@@ -54,24 +59,48 @@ def test_exit_status_table_and_file(
     stages: tuple[Stage, ...], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[Options] = []
+    report = tmp_path / "out" / "doctor.json"
     config = tmp_path / "config.json"
     config.write_text(json.dumps(MODEL_SHAPES["llama-3.1-8b"]))
 
     def run_stages(options: Options, *_: Any) -> Iterator[Stage]:
         given.append(options)
         assert options.model is not None and (options.model / "config.json").exists()
-        return iter((*stages, LAST))
+        for ended, stage in enumerate((*stages, LAST)):
+            # What is killed in a stage leaves those before it.
+            assert not ended or len(REPORT.validate_json(report.read_text()).stages) == ended
+            yield stage
 
     monkeypatch.setattr("pat_vllm.doctor.stages.run_stages", run_stages)
-    options = ("--ranks", "8", "--gpu", "H100", "--model", str(config), "--pat", '{"base_tp": 4}')
+    options = (
+        "--ranks",
+        "8",
+        "--gpu",
+        "H100",
+        "--stage",
+        "as used",
+        "--model",
+        str(config),
+        "--pat",
+        '{"base_tp": 4}',
+    )
     status, text = invoke("doctor", "--output-dir", str(tmp_path / "out"), *options)
     assert status == code, text
     assert "[vllm] $0_32$" in text
     assert ("last words" in text and "Not fit" in text) == bool(code)
-    written = (tmp_path / "out" / "doctor.json").read_text()
+    written = report.read_text()
     assert REPORT.validate_json(written).stages[:-1] == stages
     assert "in ./here" in written and str(Path.cwd()) not in written
     assert (given[0].ranks, given[0].gpu, given[0].pat) == (8, "H100", {"base_tp": 4})
+    assert given[0].stage == ["as used"]
+
+
+def test_what_was_tested_is_said() -> None:
+    """Also where it was not the eager engines."""
+    passed = {name: Stage.of(name, [], 1.0) for name in ("environment", "memory", "full")}
+    said = [Report("", "", stages).conclusion for stages in (STAGES[:1], tuple(passed.values()))]
+    assert said[0].startswith("No engine was started.")
+    assert said[1] == "Fit, as far as was tested: environment, memory, full."
 
 
 def test_models_of_any_number_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,3 +117,19 @@ def test_models_of_any_number_of_ranks(tmp_path: Path, monkeypatch: pytest.Monke
         assert models.dtype == ("bfloat16" if shape == "linear" else None)
     assert [model.seed for model in written[:2]] == [0, 1]
     assert doctor_models.self_test_models(tmp_path, sizes, 0).draft_lengths == ()
+
+
+def test_latent_attention_of_the_self_test_has_kernels_on_hopper() -> None:
+    """vLLM has none for prompts of other widths on CUDA (`behaviour.py`)."""
+    config = fields_of(doctor_models.SHAPES["latent"])
+    widths = [config[name] for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
+    assert widths == [128, 64, 128]
+    assert config["kv_lora_rank"] + config["qk_rope_head_dim"] == 576
+
+
+@pytest.mark.parametrize("shape", ["moe", "linear", "latent", "sinks"])
+def test_no_expert_of_the_self_test_is_chosen_by_rounding(shape: str) -> None:
+    model = doctor_models.SHAPES[shape]
+    config = fields_of(model)
+    assert config["num_experts_per_tok"] == model.experts
+    assert config.get("topk_group") == config.get("n_group")

@@ -112,6 +112,20 @@ def test_all_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     assert last["enable_sleep_mode"] is True and last["dtype"] == "bfloat16"
 
 
+def test_stages_that_are_named_run_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for named, status, mode in (
+        (["full"], "pssssps", {"cudagraph_mode": "FULL"}),
+        (["eager", "as used"], "psspssp", None),
+        (["environment"], "pssssss", None),
+    ):
+        children = Children(ON_GPUS)
+        by_name = run_with(monkeypatch, children, stage=named, engine={})
+        assert status_of(by_name) == status, named
+        assert len(children.tasks) == 2 * (status.count("p") - 1)
+        assert all(task.engine.get("compilation_config") == mode for task in children.tasks)
+        assert by_name["piecewise"].why == "not named by --stage"
+
+
 def test_stock_vllm_that_has_answered_may_abort(monkeypatch: pytest.MonkeyPatch) -> None:
     message = {"check": {"name": "stock vLLM"}}
     answer = REFERENCES.dump_python((REFERENCE,) * 2, mode="json")

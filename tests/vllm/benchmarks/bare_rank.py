@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import torch
@@ -44,7 +47,11 @@ def main(rank: int, address: str) -> None:
     dist.barrier()
     dist.destroy_process_group()
     if rank == 0:
+        # Before this is a platform of whose kernels there are none.
+        from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn
+
         devices()
+        linear_attention(qwen_gdn_linear_attn._resolve_gdn_prefill_backend)
         doctor()
     else:
         stream()
@@ -116,6 +123,16 @@ def stream() -> None:
     config.parallel_config.distributed_timeout_seconds = None
     gpu_worker.init_worker_distributed_environment(config, 0, local_rank=0)
     assert done == ["groups", "groups", "stream"]
+
+
+def linear_attention(resolve: Callable[[Any], tuple[str, str]]) -> None:
+    """Its kernel for prompts is one that is there."""
+    sizes = SimpleNamespace(linear_key_head_dim=64, linear_value_head_dim=64)
+    model = SimpleNamespace(hf_text_config=sizes)
+    config: Any = SimpleNamespace(additional_config={}, model_config=model)
+    for there, backend in (("flashinfer cutlass", "flashinfer"), ("flashinfer", "triton")):
+        setattr(one_gpu, "find_spec", lambda name, there=there: name in there)  # noqa: B010
+        assert resolve(config) == ("auto", backend)
 
 
 def doctor() -> None:

@@ -238,6 +238,9 @@ vllm.platforms.interface.Platform.logical_device_id_to_visible_device_id
 vllm.v1.worker.gpu_worker.Worker.init_device
     self\.local_rank < torch\.accelerator\.device_count\(\)
     of ranks that share a GPU: what a worker asserts
+vllm.v1.attention.backends.mla.prefill.flash_attn.FlashAttnPrefillBackend.supports_mla_dimensions
+    MLADimensions\(qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128\)
+    the doctor's shape of latent attention, on Hopper
 vllm.distributed.device_communicators.custom_all_reduce
     from vllm\.distributed\.device_communicators\.all_reduce_utils import [^()]*
     gpu_p2p_access_check

@@ -6,6 +6,7 @@ import itertools
 import os
 import random
 import signal
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,12 @@ from pat_vllm.kv_transfer.plan import ROUNDS, BlockMove, RankMoves, RequestBlock
 from pat_vllm.kv_transfer.shared_memory import SharedMemoryTransport
 from pat_vllm.layout import Layout
 from tests.support import kinds
+from tests.support.child import Child
 from tests.support.fork_server import preload
 from tests.unit.kv_transfer import test_rounds as full
 
 CPU = torch.device("cpu")
+ROOT = Path(__file__).parents[3]
 TOKENS, CONTENT, BLOCKS, LAYERS = 4, 16, 12, 3
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -114,11 +117,18 @@ def _copy(move: BlockMove, old: Views, new: Views) -> None:
                 layer_new[b, hb] = layer_old[a, ha]
 
 
-def _exchange(exchange: Exchange, size: int, seed: int, shapes: Sequence[Shape]) -> Result:
+def _exchange(
+    exchange: Exchange,
+    size: int,
+    seed: int,
+    shapes: Sequence[Shape],
+    device: torch.device = CPU,
+) -> Result:
     """Move blocks in a buffer of random bytes."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     buffer = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)
+    buffer = buffer.to(device)
     buffers = [torch.empty_like(buffer) for _ in range(world_size)]
     dist.all_gather(buffers, buffer)
     expected = buffer.clone()
@@ -150,8 +160,10 @@ def _exchange(exchange: Exchange, size: int, seed: int, shapes: Sequence[Shape])
     return [name for name, is_wrong in wrong.items() if is_wrong], staged
 
 
-def _exchange_random_cases(rank: int, world_size: int, transport: Any, cases: int = 30) -> None:
-    exchange = Exchange(_world(), CPU, transport)
+def _exchange_random_cases(
+    rank: int, world_size: int, transport: Any, cases: int = 30, device: torch.device = CPU
+) -> None:
+    exchange = Exchange(_world(), device, transport)
     moved = 0
     for seed in range(cases):
         source, target, num_kv_heads, dtype, heads_first, moves = _random_case(seed, world_size)
@@ -161,7 +173,7 @@ def _exchange_random_cases(rank: int, world_size: int, transport: Any, cases: in
             lambda b, layout=layout, shape=shape: _views(b, layout, *shape)
             for layout in (source, target)
         )
-        wrong, _ = _exchange(exchange, size, seed, [(moves, old, new)])
+        wrong, _ = _exchange(exchange, size, seed, [(moves, old, new)], device)
         assert not wrong, f"case {seed}, {source} -> {target}: {wrong}"
         moved += exchange.bytes_sent
     assert moved > 0
@@ -244,6 +256,16 @@ def test_an_exchange_writes_what_the_plan_says_and_nothing_else(
     world_size: int, tmp_path: Path
 ) -> None:
     _run_ranks(_exchange_over_each_transport, world_size, tmp_path)
+
+
+def test_a_rank_alone_exchanges_with_itself(tmp_path: Path) -> None:
+    """The program that `tests/gpu` runs over NCCL."""
+    program = ["-m", "tests.support.one_rank", "gloo", "cpu", f"file://{tmp_path}/rendezvous"]
+    child = Child([sys.executable, *program], tmp_path / "log", cwd=ROOT)
+    try:
+        assert child.wait() == 0, child.tail()
+    finally:
+        child.kill()
 
 
 # -------------------------------------------------------------------- switches in rounds

@@ -70,6 +70,8 @@ MUTATIONS = mutations({
         ("nobody asks what rounding does in 16 bits", "doctor.tasks:stock_of", '== "float32"', '!= "float64"'),
         ("stock vLLM that aborts at its end has failed", "doctor.stages:_Stages._child", "and ended.answer is None", ""),
         ("stages go on after a failure", "doctor.stages:run_stages", 'failed = name if done.status == "failed" else None', "failed = None"),
+        ("all stages run beside one that is named", "doctor.stages:run_stages", "if options.stage and name not in", "if False and name not in"),
+        ("what is named needs --all as well", "doctor.stages:_Stages.engines", "self.options.all or self.options.stage", "self.options.all"),
         ("stock vLLM gets the options that are PAT's alone", "doctor.tasks:stock_of", "if name not in _NOT_STOCK", "if name"),
         ("compiled engines are compared with an eager one", "doctor.tasks:stock_of", "{**engine, **changed}", '{**engine, "enforce_eager": True, **changed}'),
         ("the user's policy is replaced by a static one", "doctor.tasks:as_used", "pat = dict(options.pat)", 'pat = {**options.pat, "policy": {"kind": "static", "tp": 1}}'),
@@ -79,6 +81,12 @@ MUTATIONS = mutations({
         ("the doctor writes what it has learnt to the user's file", "doctor.tasks:as_used", 'files = ("profile", "lengths_file")', 'files = ("profile",)'),
         ("all prompts are short", "doctor.tasks:prompts", "longest > 40 and", "False and"),
         ("CPU drafts are taken on GPUs", "doctor.tasks:as_used", 'facts.runner != "V2"', "True"),
+    ],
+    "tests/unit/cli/test_doctor.py": [
+        ("a router's choice is of rounding", "cli.random_config:_mixture", '"topk_group": groups', '"topk_group": 1'),
+        ("a stage that is not there runs nothing", "cli.doctor:examine", "if name not in STAGES", "if name is None"),
+        ("the report is written at the end alone", "cli.doctor:examine", "if output is not None:  # now", "if output is not None and stage.name == \"as used\":  # now"),
+        ("engines of other stages are none", "doctor.report:Report.conclusion", "set(passed) <= set(WITHOUT_ENGINES)", "\"eager\" not in passed"),
     ],
     "tests/unit/doctor/test_engine.py": [
         ("no drafts at all pass", "doctor.engine:PATEngine.with_drafts", 'raise RuntimeError("all responses had ended before the engine drafted")', "pass"),
