@@ -14,7 +14,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.worker.worker_base import CompilationTimes
 
-from pat_vllm.config import default_layout, layouts_of, pat_config
+from pat_vllm.config import chosen, default_layout, layouts_of, pat_config
 from pat_vllm.drafts.shelf import RowUpdate, Shelf
 from pat_vllm.executor.lanes import LaneHandles, WorkerLanes
 from pat_vllm.executor.messages import (
@@ -88,6 +88,7 @@ class PATWorkerMixin(WeightUpdatesMixin, _Base):
     local_rank: int
     weight_transfer_engine: Any
     _migrates = True
+    _more_room = ""
 
     # ---------------------------------------------------------------- start
 
@@ -109,6 +110,7 @@ class PATWorkerMixin(WeightUpdatesMixin, _Base):
         self._seed = engine_config.model_config.seed
         self._default_layout = default_layout(engine_config)
         self._migrates = pat_config(engine_config).kv_transfer != "recompute"
+        self._more_room = chosen(engine_config).get("more_room", "")
         self._buffer = SharedKVBuffer()
         self._shelf = Shelf()
         self._runtimes = {

@@ -36,6 +36,9 @@ _LARGEST_WEIGHTS = 0.3
 _FAR_LESS = 0.5
 """KV beside the most that a static layout has, below which a user is warned of what he has named,
 and further layouts are not kept where the device is not known."""
+_MARGIN = 0.04
+"""Of a device's memory, by which an engine may find less for KV than is computed: 2.8% on one H100
+(`benchmarks/results/2026-11-26-h100.md`), and vLLM's graphs may take more than it estimates."""
 
 
 @dataclass(frozen=True)
@@ -215,8 +218,12 @@ class _Search:
         return self.pat.model_copy(update=named).resolve_layouts(self.ranks, self.mixture)
 
     def memory(self, sizes: Sequence[int]) -> RankMemory:
-        assert self.model is not None and self.device is not None
-        return estimate(self.model, replace(self.engine, layouts=self.resolve(sizes)), self.device)
+        assert self.device is not None
+        return self._memory(sizes, self.device)
+
+    def _memory(self, sizes: Sequence[int], device: Device) -> RankMemory:
+        assert self.model is not None
+        return estimate(self.model, replace(self.engine, layouts=self.resolve(sizes)), device)
 
     def memory_alone(self, tp: int) -> RankMemory:
         """Of a static engine."""
@@ -225,10 +232,12 @@ class _Search:
         return estimate(self.model, engine, self.device)
 
     def fits(self, sizes: Sequence[int]) -> bool:
-        """Whether the base layout holds a request of `max_model_len`."""
-        memory = self.memory(sizes)
+        """Whether the base layout holds a request of `max_model_len`, also where less is left for
+        KV than is computed."""
         assert self.device is not None
-        room = memory.weights + memory.kv <= self.device.memory  # a user may name the KV
+        left = replace(self.device, memory=int((1 - _MARGIN) * self.device.memory))
+        memory = self._memory(sizes, left)
+        room = memory.weights + memory.kv <= left.memory  # a user may name the KV
         return room and memory.kv_tokens[sizes[0]] >= self.engine.max_model_len
 
     def warning(self, sizes: Sequence[int], most: int) -> str | None:
@@ -237,7 +246,10 @@ class _Search:
         base, tokens = sizes[0], memory.kv_tokens[sizes[0]]
         room = f"pat.base_tp={base} leaves {gib(memory.kv)} for KV beside weights"
         if not self.fits(sizes):
-            problem = f"{room}, {tokens:,} tokens; a request may have {self.engine.max_model_len:,}"
+            problem = (
+                f"{room}, {tokens:,} tokens by computation, which may say {_MARGIN:.0%} of the "
+                f"memory too much; a request may have {self.engine.max_model_len:,}"
+            )
         elif self.names_base and memory.kv < _FAR_LESS * most:
             problem = f"{room} of {gib(memory.weights)}, where a static engine has {gib(most)}"
         else:

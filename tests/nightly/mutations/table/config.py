@@ -30,6 +30,8 @@ MUTATIONS = mutations({
         ("of layouts alone the one with least room", "simulator.modelled.choice:_Search.fastest", "seconds[sizes] <= enough), key=self._room)", "seconds[sizes] <= enough), key=lambda sizes: -self._room(sizes))"),
         ("memory that further layouts take is never missed", "simulator.modelled.choice:_Search.fastest", "-_EARNS if short else _EARNS", "_EARNS"),
         ("vLLM's own limit is a load", "simulator.modelled.batch_time:Load.usual", "min(max_num_seqs, USUAL_SEQS)", "max_num_seqs"),
+        ("what is computed is what is left", "simulator.modelled.choice:_Search.fits", "(1 - _MARGIN) * self.device.memory", "self.device.memory"),
+        ("who named a base layout is told to name one", "simulator.modelled.choice:_Search.more_room", "if self.names_base", "if False"),
         ("a request need not fit", "simulator.modelled.choice:_Search.fits", ">= self.engine.max_model_len", ">= 0"),
         ("weights may fill a device", "simulator.modelled.choice:_Search.by_rule", "_LARGEST_WEIGHTS * self.device.memory", "self.device.memory"),
         ("layouts that the policy names are not kept", "simulator.modelled.choice:_Search.experts", 'if "ep" in kinds', "if False"),

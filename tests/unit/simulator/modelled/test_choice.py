@@ -17,6 +17,8 @@ from pat_vllm.gpus import GPUS, Device
 from pat_vllm.known_models import MODEL_SHAPES
 from pat_vllm.layout import Layout
 from pat_vllm.memory.buffers import EngineShape
+from pat_vllm.memory.estimate import estimate
+from pat_vllm.model_size import ModelSize
 from pat_vllm.simulator.modelled import choice
 from pat_vllm.simulator.modelled.batch_time import Load
 from pat_vllm.simulator.modelled.choice import Choice, choose
@@ -128,6 +130,38 @@ def test_too_little_room_is_told_by_the_option_that_helps() -> None:
         assert picked.warning is None
         assert "GiB of KV a rank (static engines: tp=1 " in picked.found
         assert "pat.base_tp, pat.layouts and pat.experts choose others" in picked.found
+
+
+def test_what_helps_is_what_the_user_has_not_done() -> None:
+    auto = chosen("qwen3-14b", A40, max_model_len=16384)
+    assert auto.more_room.startswith("name pat.base_tp=8, raise gpu_memory_utilization, lower ")
+    widest = chosen(QWEN3_32B, A40)
+    assert widest.more_room.startswith(
+        "raise gpu_memory_utilization, lower max_model_len, or lower"
+    )
+    for named in ({"base_tp": 2}, {"layouts": [2, 8]}):
+        more_room = chosen("qwen3-14b", A40, named).more_room
+        assert more_room.startswith(
+            "leave pat.base_tp and pat.layouts at 'auto', or name pat.base_tp="
+        )
+
+
+@pytest.mark.parametrize("model", ["llama-3.1-8b", "qwen3-30b-a3b", "qwen3-next-80b-a3b"])
+def test_auto_leaves_room_for_what_the_computation_misses(model: str) -> None:
+    """At any size of the memory: 4% of it less, and a request still fits, or a warning says that it
+    may not."""
+    warned = []
+    for gigabytes in range(16, 97, 4):
+        device = Device(gigabytes << 30, "8.9")
+        picked = chosen(model, device)
+        shape = EngineShape(picked.layouts, max_model_len=32768)
+        size = ModelSize.of(MODEL_SHAPES[model])
+        left = estimate(size, shape, device).kv - 4 * device.memory // 100
+        needed = estimate(size, replace(shape, kv_cache_memory_bytes=max(1, left)), device)
+        fits = needed.kv_tokens[picked.layouts[0].tp] >= 32768
+        warned.append("a request may have" in (picked.warning or ""))
+        assert fits or warned[-1], gigabytes
+    assert not warned[-1] and warned == sorted(warned, reverse=True)
 
 
 def test_an_unknown_device_decides_by_its_memory() -> None:
