@@ -19,6 +19,7 @@ from pydantic import (
 )
 
 from pat_vllm.files.reading import cut, said_of, shown
+from pat_vllm.gpus import Link
 from pat_vllm.layer_sizes import fields_of
 from pat_vllm.layout import Layout
 from pat_vllm.moe_config import MoEConfig, WantedExperts
@@ -306,10 +307,12 @@ class Chosen(TypedDict, total=False):
     Attributes:
         found: how they were chosen, in a line.
         more_room: options with which a rank has more memory for KV.
+        link: what connects the GPUs, on which limits depend; None: not known.
     """
 
     found: str
     more_room: str
+    link: Link | None
 
 
 def chosen(vllm_config: Any) -> Chosen:

@@ -178,6 +178,12 @@ def known_gpu(device: Device) -> Gpu | None:
     return _linked(replace(gpu, device=device))
 
 
+def link_of(device: Device) -> Link | None:
+    """What connects the GPUs of an engine: as their driver says, or as such GPUs usually are."""
+    gpu = known_gpu(device)
+    return device.link if gpu is None else gpu.link
+
+
 def _linked(gpu: Gpu) -> Gpu:
     """With the link that its driver sees."""
     link = gpu.device.link

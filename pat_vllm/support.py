@@ -156,7 +156,7 @@ def _choose_layouts(vllm_config: VllmConfig) -> None:
         load=expected_load(pat, shape, ranks),
     )
     found = "; ".join(filter(None, (pinned + choice.found, choice.warning)))
-    told = Chosen(found=found, more_room=choice.more_room)
+    told = Chosen(found=found, more_room=choice.more_room, link=choice.link)
     _set_options(vllm_config, choice.options, **{CHOSEN: told})
     logger.info("PAT: %s", choice.found)
     if choice.warning is not None:

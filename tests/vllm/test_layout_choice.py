@@ -18,9 +18,11 @@ from pat_vllm.config import PATConfig, chosen, default_layout, layouts_of, pat_c
 from pat_vllm.doctor.arithmetic import engine_shape
 from pat_vllm.gpus import GPUS
 from pat_vllm.known_models import MODEL_SHAPES
+from pat_vllm.limits import limits_by_tp
 from pat_vllm.memory.buffers import EngineShape
 from pat_vllm.policy_config import StaticPolicyConfig
 from pat_vllm.reporting.history import EngineHistory
+from pat_vllm.worker.layout_config import layout_config
 from tests.support.models import random_model
 from tests.unit.simulator.modelled.test_choice import CHOICES, LONGEST, QWEN3_8B, QWEN3_32B
 
@@ -77,6 +79,14 @@ def test_an_engine_agrees_with_doctor(
         stated = f"layouts {', '.join(map(str, shape.layouts))}, by modelled times"
         assert stated in lines[-1] and stated in chosen(config)["found"]
         assert pat_config(config).base_tp == shape.layouts[0].tp
+        limits = {layout.tp: shape.limits(layout) for layout in shape.layouts}
+        # As the engine core has them, and each worker.
+        assert limits_by_tp(config) == limits
+        for layout in shape.layouts:
+            scheduler = layout_config(config, layout, 0).scheduler_config
+            assert scheduler.max_num_batched_tokens == limits[layout.tp].max_num_batched_tokens
+        grows = device.link == "nvlink"
+        assert (limits[8].max_num_batched_tokens > given["max_num_batched_tokens"]) == grows
 
 
 def test_defaults_are_those_of_vllm() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from pat_vllm.config import PATConfig, tp_of
 from pat_vllm.draft_schedule import draft_lengths
-from pat_vllm.gpus import Device, Gpu, gib, known_gpu
+from pat_vllm.gpus import Device, Gpu, Link, gib, known_gpu, link_of
 from pat_vllm.layout import Layout
 from pat_vllm.memory.buffers import EngineShape
 from pat_vllm.memory.estimate import RankMemory, estimate, static_engine
@@ -51,6 +51,7 @@ class Choice:
         found: what was chosen, what it leaves for KV, and how to choose otherwise, in a line.
         warning: that there is too little memory, or one layout only; None: neither is so.
         more_room: options with which a rank has more memory for KV, as "name ... or ...".
+        link: of the devices; None: not known.
     """
 
     layouts: tuple[Layout, ...]
@@ -58,6 +59,7 @@ class Choice:
     found: str
     warning: str | None = None
     more_room: str = ""
+    link: Link | None = None
 
     @property
     def options(self) -> dict[str, Any]:
@@ -80,7 +82,7 @@ def choose(
 
     Args:
         model_config: contents of the model's `config.json`.
-        engine: its other options; `layouts` and `pat` are not looked at.
+        engine: its other options; `layouts`, `pat` and `link` are not looked at.
         device: that of each rank; None: nothing is known of it.
         load: what is expected.
 
@@ -92,12 +94,14 @@ def choose(
         model = ModelSize.of(model_config, dtype_bytes)
     except ValueError:  # of a kind whose sizes are not known
         model = None
-    search = _Search(pat, replace(engine, pat=pat), ranks, mixture, model, device)
+    link = None if device is None else link_of(device)
+    engine = replace(engine, pat=pat, link=link)
+    search = _Search(pat, engine, ranks, mixture, model, device)
     sets = list(search.sets())
     if model is None or device is None:
         layouts, how = search.resolve(sets[0]), "nothing is known of the model's memory"
         found, warning = _chosen(layouts, how), search.one_layout(sets[0])
-        return Choice(layouts, search.experts(sets[0]), found, warning)
+        return Choice(layouts, search.experts(sets[0]), found, warning, link=link)
     fitting = [sizes for sizes in sets if search.fits(sizes)]
     alone = {tp: search.memory_alone(tp).kv for tp in search.sizes}
     if not fitting:
@@ -119,6 +123,7 @@ def choose(
         f"{_chosen(layouts, how)}; {kv}",
         search.warning(best, max(alone.values())) or search.one_layout(best),
         search.more_room(best),
+        link,
     )
 
 

@@ -151,7 +151,7 @@ def test_auto_leaves_room_for_what_the_computation_misses(model: str) -> None:
     """At any size of the memory: 4% of it less, and a request still fits, or a warning says that it
     may not."""
     warned = []
-    for gigabytes in range(16, 97, 4):
+    for gigabytes in range(16, 97):
         device = Device(gigabytes << 30, "8.9")
         picked = chosen(model, device)
         shape = EngineShape(picked.layouts, max_model_len=32768)
