@@ -50,7 +50,7 @@ from pat_vllm.worker.request_state import RequestStateTransfer, gather_states, s
 from pat_vllm.worker.runtime import (
     LayoutRuntime,
     cpu_world_group,
-    device_world_group,
+    exchange_group,
     largest_first,
     make_tp_group,
     seed_replica,
@@ -129,7 +129,7 @@ class PATWorkerMixin(WeightUpdatesMixin, _Base):
                 install_drafter(runtime.runner, self._shelf)
             prepare_drafter(runtime.runner)
         self._state_transfer: RequestStateTransfer = state_transfer_for(self._base.runner)
-        self._exchange = Exchange(device_world_group(), self.device)
+        self._exchange = Exchange(exchange_group(), self.device)
         self._side = SideStream(self.device)
         self._activate(self._base)
         # vLLM titles this process by its rank in the TP group before it loads the model.

@@ -21,6 +21,9 @@ MUTATIONS = mutations({
         ("the link that a GPU has in general", "gpus:_linked", "if link is None or link == gpu.link:", "if True:"),
         ("a slice of a GPU has all of its bandwidth", "gpus:known_gpu", '"MIG" in words or', ""),
     ],
+    "tests/vllm/worker/test_exchange_group.py": [
+        ("the exchange has as many channels as NCCL likes", "worker.runtime:exchange_group", "options.config.max_ctas = EXCHANGE_CHANNELS", "pass"),
+    ],
     "tests/vllm/test_found_device.py": [
         ("what the driver keeps is an engine's", "found_device:found_device", "memory - kept", "memory"),
         ("a node's first GPUs are the engine's", "found_device:found_device", "platform.device_id_to_physical_device_id(rank)", "rank"),
@@ -141,7 +144,9 @@ MUTATIONS = mutations({
         ("graphs of the base layout only", "memory.estimate:estimate", "for limit in limits)", "for limit in limits[:1])"),
         ("a wide layout holds as many tokens as the base layout", "memory.estimate:estimate", "model.kv_bytes_per_token(layout.tp)))", "model.kv_bytes_per_token(layouts[0].tp)))"),
         ("a user's KV memory is ignored", "memory.estimate:estimate", "engine.kv_cache_memory_bytes or kv_cache_bytes(", "kv_cache_bytes("),
-        ("buffers for multicast on every GPU", "memory.estimate:communicator_bytes", ' or not device.capability.startswith("9.")', ""),
+        ("FlashInfer's buffers are forgotten", "memory.estimate:flashinfer_bytes", ".get(tp, 0)", ".get(-tp, 0)"),
+        ("the exchange takes no memory", "memory.estimate:exchange_bytes", "(ranks - 1)", "0"),
+        ("buffers for multicast on every GPU", "memory.estimate:communicator_bytes", ' or device.capability != "9.0"', ""),
         ("piecewise graphs alone", "memory.estimate:_graph_bytes", " + _captures(tokens)", ""),
         ("PAT's simulated engine has the memory of static ones", "simulator.modelled.hardware:_kv_tokens", "if not static:", "if False:"),
         ("static engines hold the base layout's weights", "simulator.modelled.hardware:_kv_tokens", "if not static:", "if True:"),
