@@ -6,7 +6,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypedDict
 
 from pydantic import (
     BeforeValidator,
@@ -19,6 +19,7 @@ from pydantic import (
 )
 
 from pat_vllm.files.reading import cut, said_of, shown
+from pat_vllm.gpus import Link
 from pat_vllm.layer_sizes import fields_of
 from pat_vllm.layout import Layout
 from pat_vllm.moe_config import MoEConfig, WantedExperts
@@ -37,7 +38,7 @@ from pat_vllm.policy_config import (
 LAYOUT = "pat_layout"
 """Of `additional_config`, in a layout's copy of the engine's config: the layout's name."""
 CHOSEN = "pat_chosen"
-"""Of `additional_config`, in an engine's config: what was chosen of its layouts, in a line."""
+"""Of `additional_config`, in an engine's config: what was chosen of its layouts, as `Chosen`."""
 SCHEDULER_CLS = "pat_vllm.scheduler.scheduler.PATScheduler"
 """Of an engine that runs with PAT."""
 
@@ -300,9 +301,24 @@ def pat_config(vllm_config: Any) -> PATConfig:
     return PATConfig.parse(_additional(vllm_config).get("pat"))
 
 
-def chosen(vllm_config: Any) -> str:
-    """How the engine's layouts were chosen, in a line."""
-    return str(_additional(vllm_config).get(CHOSEN, ""))
+class Chosen(TypedDict, total=False):
+    """What an engine's front end has found when it chose the layouts, for the other processes.
+
+    Attributes:
+        found: how they were chosen, in a line.
+        more_room: options with which a rank has more memory for KV.
+        link: what connects the GPUs, on which limits depend; None: not known.
+    """
+
+    found: str
+    more_room: str
+    link: Link | None
+
+
+def chosen(vllm_config: Any) -> Chosen:
+    """What was found when the engine's layouts were chosen; nothing where they were not."""
+    found: Chosen = _additional(vllm_config).get(CHOSEN, {})
+    return found
 
 
 def _additional(vllm_config: Any) -> Mapping[str, Any]:

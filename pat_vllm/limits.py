@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pat_vllm.config import PATConfig, layouts_of, pat_config
+from pat_vllm.config import PATConfig, chosen, layouts_of, pat_config
+from pat_vllm.gpus import Link
 from pat_vllm.layout import Layout
 
 if TYPE_CHECKING:
@@ -21,7 +22,9 @@ a counter for each token of the vocabulary, token ids up to the longest context,
 MOST_BATCHED_TOKENS = 16384
 """Tokens of a step beyond which a replica's limit does not grow with its ranks.
 
-It is vLLM's own default on large GPUs. Activations follow it.
+It is vLLM's own default on large GPUs. Activations follow it. Over PCIe a step's tokens do not
+grow: all-reduces take the most of it, 134 MB each at 16384 tokens of Qwen3-8B, and such a step
+takes seconds, in which nobody decodes. A prompt takes as long in several short ones.
 """
 
 
@@ -34,7 +37,11 @@ class Limits:
 
 
 def layout_limits(
-    layout: Layout, given: Limits, config: PATConfig, tokens_per_seq: int = 1
+    layout: Layout,
+    given: Limits,
+    config: PATConfig,
+    tokens_per_seq: int = 1,
+    link: Link | None = None,
 ) -> Limits:
     """The limits of each replica of a layout.
 
@@ -46,13 +53,15 @@ def layout_limits(
         given: the engine's own, for a rank or for a replica (`PATConfig.limits_per`).
         tokens_per_seq: of a request that decodes; more than 1 with speculative decoding. A step
             has tokens for all requests, where the engine's own limits have.
+        link: what connects the engine's GPUs; None: not known.
     """
     if config.limits_per == "replica":
         return given
     enters_with = config.largest_batch(layout)
     enough = MOST_SEQS if enters_with is None else min(MOST_SEQS, enters_with)
     seqs = min(layout.tp * given.max_num_seqs, max(given.max_num_seqs, enough))
-    enough = max(given.max_num_batched_tokens, MOST_BATCHED_TOKENS, seqs * tokens_per_seq)
+    most = 0 if link == "pcie" else MOST_BATCHED_TOKENS
+    enough = max(given.max_num_batched_tokens, most, seqs * tokens_per_seq)
     return Limits(seqs, min(layout.tp * given.max_num_batched_tokens, enough))
 
 
@@ -76,6 +85,7 @@ def limits_of(vllm_config: VllmConfig, layout: Layout) -> Limits:
         Limits(scheduler.max_num_seqs, scheduler.max_num_batched_tokens),
         pat_config(vllm_config),
         tokens_per_seq=1 + vllm_config.num_speculative_tokens,
+        link=chosen(vllm_config).get("link"),
     )
 
 

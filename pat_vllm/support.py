@@ -13,12 +13,13 @@ from pat_vllm.advice.lengths import expected_load
 from pat_vllm.config import (
     CHOSEN,
     SCHEDULER_CLS,
+    Chosen,
     chosen,
     layouts_of,
     mixture_of,
     pat_config,
 )
-from pat_vllm.gpus import Device
+from pat_vllm.found_device import found_device
 from pat_vllm.layer_sizes import fields_of, linear_heads
 from pat_vllm.layout import Layout
 from pat_vllm.memory.buffers import EngineShape
@@ -144,19 +145,19 @@ def _choose_layouts(vllm_config: VllmConfig) -> None:
 
     pinned = _pin_layout(vllm_config)
     shape, pat = _engine_shape(vllm_config), pat_config(vllm_config)
-    device, name = _device(vllm_config)
     ranks = vllm_config.parallel_config.tensor_parallel_size
     choice = choose(
         fields_of(model.hf_text_config),
         pat,
         shape,
         ranks,
-        device,
-        device_name=name,
+        found_device(ranks),
         dtype_bytes=model.dtype.itemsize,
         load=expected_load(pat, shape, ranks),
     )
-    _set_options(vllm_config, choice.options, **{CHOSEN: pinned + choice.found})
+    found = "; ".join(filter(None, (pinned + choice.found, choice.warning)))
+    told = Chosen(found=found, more_room=choice.more_room, link=choice.link)
+    _set_options(vllm_config, choice.options, **{CHOSEN: told})
     logger.info("PAT: %s", choice.found)
     if choice.warning is not None:
         logger.warning("PAT: %s", choice.warning)
@@ -211,22 +212,6 @@ def _engine_shape(vllm_config: VllmConfig) -> EngineShape:
         attention="CPU_ATTN" if on_cpu else "FLASHINFER" if flashinfer else "FLASH_ATTN",
         num_speculative_tokens=vllm_config.num_speculative_tokens,
     )
-
-
-def _device(vllm_config: VllmConfig) -> tuple[Device | None, str]:
-    """What a rank has, and its name; on CPU, its part of the host's memory."""
-    from vllm.platforms import current_platform
-
-    try:
-        memory = current_platform.get_device_total_memory()
-        if current_platform.is_cpu():
-            return Device(memory // vllm_config.parallel_config.tensor_parallel_size), ""
-        capability = current_platform.get_device_capability()
-        known = Device(memory, "" if capability is None else capability.as_version_str())
-        return known, current_platform.get_device_name()
-    except Exception as error:  # of the driver's library, whichever that is
-        logger.debug("PAT: nothing is known of the devices' memory: %s", error)
-        return None, ""
 
 
 def _check_profile(policy: PolicyConfig) -> None:

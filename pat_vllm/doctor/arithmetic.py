@@ -43,7 +43,7 @@ def engine_shape(
     load = expected_load(pat, shape, ranks)
     size = _DTYPE_BYTES[dtype]
     choice = choose(config, pat, shape, ranks, device, dtype_bytes=size, load=load)
-    return replace(shape, layouts=choice.layouts), choice
+    return replace(shape, layouts=choice.layouts, link=choice.link), choice
 
 
 def check_memory(

@@ -11,6 +11,7 @@ import platform
 import sys
 import time
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
@@ -24,6 +25,7 @@ from pydantic import TypeAdapter, ValidationError
 from pat_vllm.child import Events
 from pat_vllm.doctor.report import Check
 from pat_vllm.files.reading import first_problem
+from pat_vllm.found_device import found_device
 from pat_vllm.gpus import Device, GiB, gib
 from pat_vllm.layer_sizes import fields_of
 from pat_vllm.text_only import PACKAGES
@@ -31,6 +33,7 @@ from pat_vllm.text_only import PACKAGES
 _PROCESS_BYTES = 600 << 20
 """Of host memory, about what each of an engine's processes takes on CPU with a tiny model."""
 _LONGEST_SENTENCE = 4000
+_LINKS: Mapping[str, str] = {"nvlink": "NVLink, or AMD's Infinity Fabric", "pcie": "PCIe"}
 _LIBRARIES = ("transformers", "torchvision", "triton", "flashinfer-python", "ray", "numpy")
 
 
@@ -38,7 +41,6 @@ _LIBRARIES = ("transformers", "torchvision", "triton", "flashinfer-python", "ray
 class FoundDevice(Device):
     """A GPU that is here; `free` of its memory, bytes."""
 
-    name: str
     free: int
 
 
@@ -97,7 +99,7 @@ def inspect_environment(engine: dict[str, Any], events: Events) -> EnvironmentFa
 
     events.tell(doing="looking at devices")
     kind = "cpu" if current_platform.is_cpu() else "cuda" if torch.version.cuda else "rocm"
-    devices, peers = ((), ()) if kind == "cpu" else _devices()
+    devices, peers = ((), ()) if kind == "cpu" else _devices(engine["tensor_parallel_size"])
     events.tell(doing="asking what vLLM and PAT make of the engine")
     chosen = _choices(engine)
     memory = psutil.virtual_memory()
@@ -172,7 +174,7 @@ def _cpu() -> str:
     return f"{hardware()}, {nodes} NUMA node(s)"
 
 
-def _devices() -> tuple[tuple[FoundDevice, ...], tuple[tuple[bool, ...], ...]]:
+def _devices(ranks: int) -> tuple[tuple[FoundDevice, ...], tuple[tuple[bool, ...], ...]]:
     import torch
 
     count = torch.cuda.device_count()
@@ -180,8 +182,10 @@ def _devices() -> tuple[tuple[FoundDevice, ...], tuple[tuple[bool, ...], ...]]:
     for index in range(count):
         free, total = torch.cuda.mem_get_info(index)
         capability = ".".join(map(str, torch.cuda.get_device_capability(index)))
-        name = torch.cuda.get_device_name(index)
-        devices.append(FoundDevice(total, capability, name=name, free=free))
+        # As an engine sees it.
+        device = found_device(ranks, index)
+        device = device or Device(total, capability, torch.cuda.get_device_name(index))
+        devices.append(FoundDevice(**asdict(device), free=free))
     peers = tuple(
         tuple(a == b or torch.cuda.can_device_access_peer(a, b) for b in range(count))
         for a in range(count)
@@ -282,6 +286,8 @@ def _device_checks(facts: EnvironmentFacts, ranks: int, machine: bool) -> list[C
         if a < b and not (reaches and facts.peers[b][a])
     ]
     links = "every GPU reaches every other's memory"
+    if facts.devices and (link := facts.devices[0].link) is not None:
+        links += f", over {_LINKS[link]}"
     if apart:
         links = f"no peer access between {', '.join(apart)}: slow, by way of the host"
     busy = [

@@ -124,7 +124,10 @@ class _Stages:
         dtype = of_model or "bfloat16"
         pat = PATConfig.parse(options.pat)
         shape, choice = engine_shape(config, pat, options.ranks, options.engine, gpu, dtype)
-        return [check_memory(config, gpu, shape, dtype, choice.found)]
+        checks = [check_memory(config, gpu, shape, dtype, choice.found)]
+        if choice.warning is not None:
+            checks.insert(0, Check("layouts", f"warning: {choice.warning}"))
+        return checks
 
     def engines(self, name: str) -> Outcome:
         """Stock vLLM, and PAT beside it: every layout and every switch."""

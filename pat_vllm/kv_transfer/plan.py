@@ -17,6 +17,9 @@ from pat_vllm.layout import Layout
 
 ROUNDS = 32
 """Rounds in which a layer arrives where much of it moves. What arrives in one is staged."""
+EXCHANGE_CHANNELS = 8
+"""Of NCCL's, at most, by which KV moves between two ranks: each takes memory of every device for
+every other one, in the whole life of an engine. By default there are up to 32 over NVSwitch."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from pat_vllm.config import PATConfig
-from pat_vllm.gpus import MiB
+from pat_vllm.gpus import Link, MiB
 from pat_vllm.layout import Layout
 from pat_vllm.limits import Limits, layout_limits
 from pat_vllm.model_size import ModelSize
@@ -40,6 +40,7 @@ class EngineShape:
         migrates: whether switches carry KV between ranks.
         attention: the backend, where it keeps large buffers.
         num_speculative_tokens: the most draft tokens; 0 without speculation.
+        link: what connects the GPUs; None: not known.
     """
 
     layouts: tuple[Layout, ...]
@@ -56,11 +57,12 @@ class EngineShape:
     migrates: bool = True
     attention: Literal["FLASH_ATTN", "FLASHINFER", "CPU_ATTN"] = "FLASH_ATTN"
     num_speculative_tokens: int = 0
+    link: Link | None = None
 
     def limits(self, layout: Layout) -> Limits:
         """What a replica of a layout runs at once."""
         given = Limits(self.max_num_seqs, self.max_num_batched_tokens)
-        return layout_limits(layout, given, self.pat, 1 + self.num_speculative_tokens)
+        return layout_limits(layout, given, self.pat, 1 + self.num_speculative_tokens, self.link)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from pat_vllm.gpus import Device, MiB
-from pat_vllm.kv_transfer.plan import ROUNDS
+from pat_vllm.kv_transfer.plan import EXCHANGE_CHANNELS, ROUNDS
 from pat_vllm.layout import Layout
 from pat_vllm.limits import Limits
 from pat_vllm.memory.buffers import EngineShape, all_buffers
@@ -26,6 +26,16 @@ _REGISTERED = 8 * MiB
 _MULTICAST_COPIES = 6
 _NCCL = 256 * MiB
 """Of a group's NCCL communicator; an assumption."""
+FLASHINFER_ALL_REDUCE = {
+    "9.0": {2: 64 * MiB, 4: 2 * MiB, 8: MiB // 2},
+    "10.0": {2: 64 * MiB, 4: 32 * MiB, 8: MiB},
+    "10.3": {2: 64 * MiB, 4: 64 * MiB, 8: 4 * MiB},
+}
+"""Input of the all-reduce that vLLM fuses with norms, at most, by capability and ranks."""
+_FLASHINFER_COPIES = 6
+"""FlashInfer keeps three buffers of a two-shot all-reduce's input and output."""
+_OF_CHANNEL = 9 * MiB // 2
+"""Of a channel of NCCL's to a peer; an assumption."""
 
 GRAPH_BYTES = 172 << 10
 """Of a CUDA graph, for each layer and size; an assumption. It gives the 0.52 GiB that vLLM's log
@@ -97,8 +107,9 @@ class RankMemory:
         requested: what vLLM may use, `gpu_memory_utilization` of the device.
         weights: with the table of rotary embeddings.
         swap_tables: which rows trade places between layouts.
-        communicators: of groups that do not span all ranks, one for each tp; vLLM makes those that
-            do before it looks at what is free.
+        communicators: of groups that do not span all ranks, one for each tp, for vLLM makes those
+            that do before it looks at what is free; FlashInfer's buffers of every group; and, of an
+            engine with several layouts, that by which KV moves.
         buffers: of all model runners.
         activations: of the largest step.
         graphs: CUDA graphs of all layouts.
@@ -135,6 +146,10 @@ def estimate(model: ModelSize, engine: EngineShape, device: Device) -> RankMemor
     # Layouts of both kinds of experts share the group of a tp.
     narrow = {layout.tp for layout in layouts if layout.tp > 1 and layout.replicas > 1}
     groups = sum(communicator_bytes(tp, device) for tp in narrow)
+    # Unlike those, vLLM makes FlashInfer's buffers with the first graph.
+    groups += sum(flashinfer_bytes(tp, device) for tp in {layout.tp for layout in layouts})
+    if len(layouts) > 1 and engine.attention != "CPU_ATTN":
+        groups += exchange_bytes(layouts[0].world_size)
     limits = [engine.limits(layout) for layout in layouts]
     graphs = sum(_graph_bytes(model, engine, limit) for limit in limits)
     buffers = all_buffers(model, engine)
@@ -209,11 +224,21 @@ def communicator_bytes(tp: int, device: Device) -> int:
     NCCL's; on compute capability 9.0 symmetric memory, and the custom all-reduce with its buffers
     for gathering and scattering.
     """
-    if tp not in SYMMETRIC_MEMORY or not device.capability.startswith("9."):
+    if tp not in SYMMETRIC_MEMORY or device.capability != "9.0":
         return _NCCL
     stage = max(MULTICAST_ALL_GATHER[tp] * tp, REDUCE_SCATTER)
     custom = CUSTOM_ALL_REDUCE[tp] + REDUCE_SCATTER + _REGISTERED
     return _NCCL + SYMMETRIC_MEMORY[tp] + custom + _MULTICAST_COPIES * stage
+
+
+def flashinfer_bytes(tp: int, device: Device) -> int:
+    """Device memory of FlashInfer's all-reduce in a TP group, where vLLM takes it by default."""
+    return _FLASHINFER_COPIES * FLASHINFER_ALL_REDUCE.get(device.capability, {}).get(tp, 0)
+
+
+def exchange_bytes(ranks: int) -> int:
+    """Device memory of the communicator of all ranks, which has channels to each other rank."""
+    return (ranks - 1) * EXCHANGE_CHANNELS * _OF_CHANNEL
 
 
 def _graph_bytes(model: ModelSize, engine: EngineShape, limits: Limits) -> int:

@@ -47,6 +47,8 @@ def describe_report(report: Report) -> str:
         f"{count.steps} in {layout} (median {count.median * 1e3:.1f} ms)"
         for layout, count in report.steps.items()
     )
+    if len(report.layouts) == 1 and report.chosen:
+        lines.append(report.chosen)
     lines.append(f"now in {report.layout}; steps since the start: {steps or 'none'}")
     if report.later_turns:
         lines.append(f"{report.later_turns} requests continued an ended one")

@@ -66,7 +66,7 @@ def build(
         executor.reseed(draft_rows.salt)
     monitor = Monitor(
         policy,
-        EngineHistory(chosen(vllm_config)),
+        EngineHistory(chosen(vllm_config).get("found", "")),
         RequestTable(max_model_len, getattr(config.policy, "length_bound", None)),
         speculates=vllm_config.speculative_config is not None,
         turns=Turns(stock["hash_block_size"] or stock["block_size"]),

@@ -89,7 +89,7 @@ class PATGPUWorker(PATWorkerMixin, MakesModelRunner, Worker):
         # The base layout comes last, because vLLM logs what it measured last.
         measured = [self._measure(runtime) for runtime in reversed(runtimes)]
         if self.cache_config.kv_cache_memory_bytes:
-            check_room(self._base, measured[-1].available)
+            check_room(self._base, measured[-1].available, self._more_room)
             return measured[-1].available
         buffers, workspace = measure_buffers(runtimes, self._enter)
         graphs = [0]
@@ -103,7 +103,7 @@ class PATGPUWorker(PATWorkerMixin, MakesModelRunner, Worker):
         self.available_kv_cache_memory_bytes = kv_cache_bytes(
             measured, sum(graphs), buffers, staged
         )
-        check_room(self._base, self.available_kv_cache_memory_bytes)
+        check_room(self._base, self.available_kv_cache_memory_bytes, self._more_room)
         return self.available_kv_cache_memory_bytes
 
     @cached_property

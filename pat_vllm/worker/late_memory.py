@@ -106,10 +106,13 @@ def staged_by_switches(runtimes: Mapping[Layout, LayoutRuntime]) -> float:
     return staged_share(list(runtimes), kv_heads, num_regions(of_kinds.values()))
 
 
-def check_room(base: LayoutRuntime, available: int) -> None:
+def check_room(base: LayoutRuntime, available: int, more_room: str) -> None:
     """Check that the KV cache holds a request of `max_model_len`.
 
     vLLM would check it later, and advise a shorter context only.
+
+    Args:
+        more_room: options that help (`Choice.more_room`).
 
     Raises:
         ValueError: it does not; names `base_tp`.
@@ -124,8 +127,7 @@ def check_room(base: LayoutRuntime, available: int) -> None:
             f"pat.base_tp={base.layout.tp} leaves {max(0, available) / GiB:.2f} GiB of a device "
             f"for KV, and a request of max_model_len={model.max_model_len} needs "
             f"{needed / GiB:.2f} GiB there: a rank holds the base layout's weights in every "
-            "layout. Leave pat.base_tp at 'auto' or name a larger one, raise "
-            "gpu_memory_utilization, or lower max_model_len."
+            f"layout. For more room {more_room}."
         )
 
 

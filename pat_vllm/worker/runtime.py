@@ -19,6 +19,7 @@ from vllm.platforms import current_platform
 from pat_vllm.kinds import class_of, served
 from pat_vllm.kv_transfer.connector import PATConnector
 from pat_vllm.kv_transfer.kv_buffer import SharedKVBuffer
+from pat_vllm.kv_transfer.plan import EXCHANGE_CHANNELS
 from pat_vllm.layout import Layout
 from pat_vllm.patches.schedulers import quiet_connectors
 from pat_vllm.worker.layout_config import KV_LAYOUTS
@@ -204,6 +205,15 @@ def cpu_world_group() -> torch.distributed.ProcessGroup:
     return parallel_state.get_world_group().cpu_group
 
 
-def device_world_group() -> torch.distributed.ProcessGroup:
-    """All ranks of the engine, over the device's backend."""
-    return parallel_state.get_world_group().device_group
+def exchange_group() -> torch.distributed.ProcessGroup:
+    """All ranks of the engine, over the device's backend, to move KV. Every rank calls it.
+
+    Over NCCL it is one of its own, whose communicator takes less memory than another would.
+    """
+    world = parallel_state.get_world_group().device_group
+    if torch.distributed.get_backend(world) != "nccl":
+        return world
+    options = torch.distributed.ProcessGroupNCCL.Options()
+    options.config.max_ctas = EXCHANGE_CHANNELS
+    ranks = torch.distributed.get_process_group_ranks(world)
+    return torch.distributed.new_group(ranks, backend="nccl", pg_options=options)

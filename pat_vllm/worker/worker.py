@@ -14,7 +14,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.worker.worker_base import CompilationTimes
 
-from pat_vllm.config import default_layout, layouts_of, pat_config
+from pat_vllm.config import chosen, default_layout, layouts_of, pat_config
 from pat_vllm.drafts.shelf import RowUpdate, Shelf
 from pat_vllm.executor.lanes import LaneHandles, WorkerLanes
 from pat_vllm.executor.messages import (
@@ -46,7 +46,7 @@ from pat_vllm.worker.request_state import RequestStateTransfer, gather_states, s
 from pat_vllm.worker.runtime import (
     LayoutRuntime,
     cpu_world_group,
-    device_world_group,
+    exchange_group,
     largest_first,
     make_tp_group,
     seed_replica,
@@ -84,6 +84,7 @@ class PATWorkerMixin(WeightUpdatesMixin, _Base):
     local_rank: int
     weight_transfer_engine: Any
     _migrates = True
+    _more_room = ""
 
     # ---------------------------------------------------------------- start
 
@@ -105,6 +106,7 @@ class PATWorkerMixin(WeightUpdatesMixin, _Base):
         self._seed = engine_config.model_config.seed
         self._default_layout = default_layout(engine_config)
         self._migrates = pat_config(engine_config).kv_transfer != "recompute"
+        self._more_room = chosen(engine_config).get("more_room", "")
         self._buffer = SharedKVBuffer()
         self._shelf = Shelf()
         self._runtimes = {
@@ -123,7 +125,7 @@ class PATWorkerMixin(WeightUpdatesMixin, _Base):
                 install_drafter(runtime.runner, self._shelf)
             prepare_drafter(runtime.runner)
         self._state_transfer: RequestStateTransfer = state_transfer_for(self._base.runner)
-        self._exchange = Exchange(device_world_group(), self.device)
+        self._exchange = Exchange(exchange_group(), self.device)
         self._side = SideStream(self.device)
         self._activate(self._base)
         # vLLM titles this process by its rank in the TP group before it loads the model.

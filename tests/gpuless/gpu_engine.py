@@ -194,7 +194,7 @@ def imitate_gpus(monkeypatch: pytest.MonkeyPatch, device: DeviceMemory, runner: 
         put(gpu_worker, name, value)
     replaced: dict[str, Any] = {
         "cpu_world_group": lambda: None,
-        "device_world_group": lambda: None,
+        "exchange_group": lambda: None,
         "exit_when_orphaned": lambda: None,
         "Exchange": Exchange,
         "LayoutWeights": Weights,

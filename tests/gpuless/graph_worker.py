@@ -320,7 +320,7 @@ def prepare_process() -> None:
         worker_module,
         setattr,
         exit_when_orphaned=nothing,
-        device_world_group=nothing,
+        exchange_group=nothing,
         warm_up_moves=nothing,
         # There is nobody to exchange KV with.
         Exchange=lambda *args: SimpleNamespace(bytes_sent=0, measure=lambda num_bytes: 1.0),

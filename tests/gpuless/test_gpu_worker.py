@@ -136,7 +136,8 @@ def test_kv_cache_as_a_user_says(
     worker.cache_config.kv_cache_memory_bytes = MiB
     assert worker.determine_available_memory() == MiB
     worker.cache_config.kv_cache_memory_bytes = 1
-    with pytest.raises(ValueError, match=r"pat.base_tp=1 leaves 0.00 GiB .* 'auto'"):
+    worker._more_room = "name pat.base_tp=2"
+    with pytest.raises(ValueError, match=r"=1 leaves 0.00 GiB .* For more room name pat.base_tp=2"):
         worker.determine_available_memory()
     worker._base.config.model_config.original_max_model_len = -1
     assert worker.determine_available_memory() == 1

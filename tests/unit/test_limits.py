@@ -8,6 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pat_vllm.config import PATConfig
+from pat_vllm.gpus import GPUS
+from pat_vllm.known_models import MODEL_SHAPES
 from pat_vllm.layout import Layout
 from pat_vllm.limits import (
     MOST_BATCHED_TOKENS,
@@ -16,6 +18,8 @@ from pat_vllm.limits import (
     layout_limits,
     narrower_limit,
 )
+from pat_vllm.model_size import ModelSize
+from pat_vllm.simulator.modelled.roofline import Machine
 
 RANKS = 8
 LAYOUTS = tuple(Layout.of(tp, RANKS) for tp in (1, 2, 4, 8))
@@ -63,6 +67,26 @@ def test_no_layout_is_sized_for_requests_that_it_will_not_see() -> None:
     grown = [layout_limits(layout, Limits(100, 8192), policy) for layout in LAYOUTS]
     assert [limits.max_num_seqs for limits in grown] == [100, 150, 100, 800]
     assert layout_limits(LAYOUTS[3], Limits(500, 8192), policy).max_num_seqs == MOST_SEQS
+
+
+def test_over_pcie_a_step_does_not_grow() -> None:
+    """But to a token for each of all requests, and to their drafts."""
+    small = Limits(256, 2048)
+    grown = [layout_limits(layout, small, EVERY_LAYOUT, link="pcie") for layout in LAYOUTS]
+    assert grown == [small, *(Limits(seqs, 2048) for seqs in (512, 1024, 1024))]
+    drafting = layout_limits(LAYOUTS[3], small, EVERY_LAYOUT, 8, "pcie")
+    assert drafting == Limits(1024, 8192)
+    widest = layout_limits(LAYOUTS[3], small, EVERY_LAYOUT, link="nvlink")
+    assert widest == layout_limits(LAYOUTS[3], small, EVERY_LAYOUT) == Limits(1024, 16384)
+    # What a prompt's longest step takes, in which nobody else decodes.
+    machine = Machine(ModelSize.of(MODEL_SHAPES["qwen3-8b"]), GPUS["A40"])
+    short, long = (
+        machine.step(LAYOUTS[3], 0, 0, limits.max_num_batched_tokens)
+        for limits in (grown[3], widest)
+    )
+    assert short < 0.5 < 1.5 < long
+    # A prompt takes about as long in several such steps.
+    assert 8 * short < 1.1 * long
 
 
 @settings(max_examples=60)

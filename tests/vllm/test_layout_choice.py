@@ -14,14 +14,17 @@ import pytest
 from vllm.config import CacheConfig
 
 from pat_vllm import support
-from pat_vllm.config import CHOSEN, PATConfig, default_layout, layouts_of, pat_config
+from pat_vllm.config import PATConfig, chosen, default_layout, layouts_of, pat_config
 from pat_vllm.doctor.arithmetic import engine_shape
 from pat_vllm.gpus import GPUS
 from pat_vllm.known_models import MODEL_SHAPES
+from pat_vllm.limits import limits_by_tp
 from pat_vllm.memory.buffers import EngineShape
 from pat_vllm.policy_config import StaticPolicyConfig
+from pat_vllm.reporting.history import EngineHistory
+from pat_vllm.worker.layout_config import layout_config
 from tests.support.models import random_model
-from tests.unit.simulator.modelled.test_choice import QWEN3_8B, QWEN3_32B
+from tests.unit.simulator.modelled.test_choice import CHOICES, LONGEST, QWEN3_8B, QWEN3_32B
 
 MODELS: dict[str, Any] = {
     "8B": {**QWEN3_8B, "architectures": ["Qwen3ForCausalLM"]},
@@ -29,7 +32,6 @@ MODELS: dict[str, Any] = {
     "32B": {**QWEN3_32B, "architectures": ["Qwen3ForCausalLM"]},
     "30B-A3B": {**MODEL_SHAPES["qwen3-30b-a3b"], "architectures": ["Qwen3MoeForCausalLM"]},
 }
-LONGEST = 16384 + 256
 
 
 @pytest.fixture
@@ -66,16 +68,25 @@ def test_an_engine_agrees_with_doctor(
         "_engine_shape",
         lambda config: replace(shape_of(config), runner="V2", attention="FLASH_ATTN"),
     )
-    for gpu, known in GPUS.items():
-        device, name = known.device, f"NVIDIA {gpu}"
-        monkeypatch.setattr(support, "_device", lambda config, of=(device, name): of)
+    for gpu in ("A100", "L40S", "H100", "B200"):
+        device = GPUS[gpu].device
+        monkeypatch.setattr(support, "found_device", lambda ranks, of=device: of)
         given = {"max_model_len": LONGEST, "max_num_seqs": 256, "max_num_batched_tokens": 8192}
         config = engine_config(tmp_path, **given)
         shape, _ = engine_shape(MODELS[model], PATConfig(), 8, given, device)
         assert layouts_of(config) == shape.layouts
+        assert tuple(layout.tp for layout in shape.layouts) == CHOICES[model, gpu]
         stated = f"layouts {', '.join(map(str, shape.layouts))}, by modelled times"
-        assert stated in lines[-1] and stated in config.additional_config[CHOSEN]
+        assert stated in lines[-1] and stated in chosen(config)["found"]
         assert pat_config(config).base_tp == shape.layouts[0].tp
+        limits = {layout.tp: shape.limits(layout) for layout in shape.layouts}
+        # As the engine core has them, and each worker.
+        assert limits_by_tp(config) == limits
+        for layout in shape.layouts:
+            scheduler = layout_config(config, layout, 0).scheduler_config
+            assert scheduler.max_num_batched_tokens == limits[layout.tp].max_num_batched_tokens
+        grows = device.link == "nvlink"
+        assert (limits[8].max_num_batched_tokens > given["max_num_batched_tokens"]) == grows
 
 
 def test_defaults_are_those_of_vllm() -> None:
@@ -99,7 +110,7 @@ def test_tiny_models_keep_what_tests_rest_on(lines: list[str]) -> None:
 def test_it_is_chosen_once(monkeypatch: pytest.MonkeyPatch, lines: list[str]) -> None:
     config = engine_config(random_model("qwen3"), 2, max_model_len=512)
     before = dict(config.additional_config)
-    monkeypatch.setattr(support, "_device", lambda config: 1 / 0)
+    monkeypatch.setattr(support, "found_device", lambda ranks: 1 / 0)
     support.prepare(config)
     assert config.additional_config == before and len(lines) == 1
 
@@ -135,7 +146,7 @@ def test_batch_invariance_pins_one_layout(
     assert default_layout(config) == only
     assert pat_config(config).draft_history_bytes == 0
     assert f"VLLM_BATCH_INVARIANT=1 pins tp={only.tp}: " in lines[0]
-    assert config.additional_config[CHOSEN].startswith("pinned by VLLM_BATCH_INVARIANT=1: ")
+    assert chosen(config)["found"].startswith("pinned by VLLM_BATCH_INVARIANT=1: ")
     before = dict(config.additional_config)
     support.prepare(config)
     assert config.additional_config == before and len(lines) == 2
@@ -145,11 +156,26 @@ def test_what_a_user_names_is_kept_and_warned_of(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lines: list[str]
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MODELS["14B"]))
-    known = GPUS["A40"].device, "NVIDIA A40"
-    monkeypatch.setattr(support, "_device", lambda config: known)
+    monkeypatch.setattr(support, "found_device", lambda ranks: GPUS["A40"].device)
     config = engine_config(tmp_path, pat={"base_tp": 1}, max_num_seqs=256)
     assert layouts_of(config)[0].tp == 1
     assert "pat.base_tp=1 leaves" in lines[-1] and "'auto'" in lines[-1]
+
+
+def test_one_layout_is_a_warning_in_the_log_and_in_the_report(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """And `pat-vllm doctor` says it: tests/unit/doctor/test_stages.py."""
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["32B"]))
+    warnings: list[str] = []
+    monkeypatch.setattr(support.logger, "warning", lambda text, *of: warnings.append(text % of))
+    small = replace(GPUS["A40"].device, memory=24 << 30)
+    monkeypatch.setattr(support, "found_device", lambda ranks: small)
+    config = engine_config(tmp_path, max_num_seqs=256)
+    (only,) = layouts_of(config)
+    assert "one layout, tp=8, is kept, and the engine never switches" in warnings[-1]
+    report = EngineHistory(chosen(config)["found"]).report(only, (only,))
+    assert "the engine never switches" in str(report)
 
 
 def test_a_driver_that_says_nothing(monkeypatch: pytest.MonkeyPatch, lines: list[str]) -> None:

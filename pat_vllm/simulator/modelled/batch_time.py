@@ -7,7 +7,7 @@ beyond its memory, the last are preempted and computed again when they come back
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -45,19 +45,21 @@ class Load:
         num_prompt_tokens: of each.
         acceptance: mean probability that a draft token is accepted if those before it were.
             Responses are unlike each other, as the simulator has them.
+        at_most: whether there may be fewer responses.
     """
 
     responses: int
     lengths: Sequence[int]
     num_prompt_tokens: int = _PROMPT
     acceptance: float = 0.5
+    at_most: bool = False
 
     @classmethod
     def usual(cls, max_num_seqs: int, ranks: int, max_model_len: int) -> Load:
         """Where nothing is known: as many requests as `max_num_seqs` says for each rank."""
         responses = ranks * min(max_num_seqs, USUAL_SEQS)
         most = max(1, min(_MAX_TOKENS, max_model_len - _PROMPT))
-        return cls.of(GENERATORS["deepscaler"](responses, most, 0))
+        return replace(cls.of(GENERATORS["deepscaler"](responses, most, 0)), at_most=True)
 
     @classmethod
     def of(cls, trace: LengthTrace) -> Load:
@@ -66,6 +68,11 @@ class Load:
         prompt = round(float(np.mean([trace.num_prompt_tokens[first] for first in ends])))
         lengths = [trace.followed[last] for last in ends.values()]
         return cls(len(lengths), lengths, prompt, trace.acceptance)
+
+    def smaller(self) -> list[Load]:
+        """Where this is the most that may come: a half, and so on down to a sixteenth of it."""
+        halves = (self.responses >> power for power in range(1, 5)) if self.at_most else ()
+        return [replace(self, responses=half) for half in halves if half]
 
     @property
     def most_tokens(self) -> int:

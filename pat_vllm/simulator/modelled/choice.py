@@ -14,7 +14,7 @@ from typing import Any
 
 from pat_vllm.config import PATConfig, tp_of
 from pat_vllm.draft_schedule import draft_lengths
-from pat_vllm.gpus import Device, Gpu, gib, known_gpu
+from pat_vllm.gpus import Device, Gpu, Link, gib, known_gpu, link_of
 from pat_vllm.layout import Layout
 from pat_vllm.memory.buffers import EngineShape
 from pat_vllm.memory.estimate import RankMemory, estimate, static_engine
@@ -34,7 +34,11 @@ _LEAVE = 0.9
 _LARGEST_WEIGHTS = 0.3
 """Of a device's memory, where the device is not known."""
 _FAR_LESS = 0.5
-"""KV beside the most that a static layout has, below which a user is warned."""
+"""KV beside the most that a static layout has, below which a user is warned of what he has named,
+and further layouts are not kept where the device is not known."""
+_MARGIN = 0.04
+"""Of a device's memory, by which an engine may find less for KV than is computed: 2.8% on one H100
+(`benchmarks/results/2026-11-26-h100.md`), and vLLM's graphs may take more than it estimates."""
 
 
 @dataclass(frozen=True)
@@ -45,13 +49,17 @@ class Choice:
         layouts: the base layout first.
         experts: PAT's option, resolved; of a model without experts, as it was.
         found: what was chosen, what it leaves for KV, and how to choose otherwise, in a line.
-        warning: what a user has named leaves too little; None: it does not.
+        warning: that there is too little memory, or one layout only; None: neither is so.
+        more_room: options with which a rank has more memory for KV, as "name ... or ...".
+        link: of the devices; None: not known.
     """
 
     layouts: tuple[Layout, ...]
     experts: WantedExperts
     found: str
     warning: str | None = None
+    more_room: str = ""
+    link: Link | None = None
 
     @property
     def options(self) -> dict[str, Any]:
@@ -67,7 +75,6 @@ def choose(
     ranks: int,
     device: Device | None,
     *,
-    device_name: str = "",
     dtype_bytes: int = 2,
     load: Load,
 ) -> Choice:
@@ -75,7 +82,7 @@ def choose(
 
     Args:
         model_config: contents of the model's `config.json`.
-        engine: its other options; `layouts` and `pat` are not looked at.
+        engine: its other options; `layouts`, `pat` and `link` are not looked at.
         device: that of each rank; None: nothing is known of it.
         load: what is expected.
 
@@ -87,32 +94,36 @@ def choose(
         model = ModelSize.of(model_config, dtype_bytes)
     except ValueError:  # of a kind whose sizes are not known
         model = None
-    search = _Search(pat, replace(engine, pat=pat), ranks, mixture, model, device)
+    link = None if device is None else link_of(device)
+    engine = replace(engine, pat=pat, link=link)
+    search = _Search(pat, engine, ranks, mixture, model, device)
     sets = list(search.sets())
     if model is None or device is None:
         layouts, how = search.resolve(sets[0]), "nothing is known of the model's memory"
-        return Choice(layouts, search.experts(sets[0]), _chosen(layouts, how))
+        found, warning = _chosen(layouts, how), search.one_layout(sets[0])
+        return Choice(layouts, search.experts(sets[0]), found, warning, link=link)
     fitting = [sizes for sizes in sets if search.fits(sizes)]
+    alone = {tp: search.memory_alone(tp).kv for tp in search.sizes}
     if not fitting:
         best, how = max(sets, key=lambda sizes: search.memory(sizes).kv), "the most room for KV"
     elif len(fitting) == 1:
         best, how = fitting[0], "by options and memory"
-    elif gpu := known_gpu(device, device_name):
+    elif gpu := known_gpu(device):
         best = search.fastest(fitting, gpu, load)
         how = f"by modelled times of {load.responses:,} responses"
-        if len(best) == 1:
-            how += ", alone: others would take memory from KV"
     else:
-        best, how = search.by_rule(fitting), "by memory, of a device whose speed is not known"
+        best = search.by_rule(fitting, max(alone.values()))
+        how = "by memory, of a device whose speed is not known"
     layouts, memory = search.resolve(best), search.memory(best)
-    alone = {tp: search.memory_alone(tp).kv for tp in search.sizes}
     room = ", ".join(f"tp={tp} {gib(kv)}" for tp, kv in alone.items())
     kv = f"{gib(memory.kv)} of KV a rank (static engines: {room}), by computation"
     return Choice(
         layouts,
         search.experts(best),
         f"{_chosen(layouts, how)}; {kv}",
-        search.warning(best, max(alone.values())),
+        search.warning(best, max(alone.values())) or search.one_layout(best),
+        search.more_room(best),
+        link,
     )
 
 
@@ -212,8 +223,12 @@ class _Search:
         return self.pat.model_copy(update=named).resolve_layouts(self.ranks, self.mixture)
 
     def memory(self, sizes: Sequence[int]) -> RankMemory:
-        assert self.model is not None and self.device is not None
-        return estimate(self.model, replace(self.engine, layouts=self.resolve(sizes)), self.device)
+        assert self.device is not None
+        return self._memory(sizes, self.device)
+
+    def _memory(self, sizes: Sequence[int], device: Device) -> RankMemory:
+        assert self.model is not None
+        return estimate(self.model, replace(self.engine, layouts=self.resolve(sizes)), device)
 
     def memory_alone(self, tp: int) -> RankMemory:
         """Of a static engine."""
@@ -222,30 +237,80 @@ class _Search:
         return estimate(self.model, engine, self.device)
 
     def fits(self, sizes: Sequence[int]) -> bool:
-        """Whether the base layout holds a request of `max_model_len`."""
-        memory = self.memory(sizes)
+        """Whether the base layout holds a request of `max_model_len`, also where less is left for
+        KV than is computed."""
         assert self.device is not None
-        room = memory.weights + memory.kv <= self.device.memory  # a user may name the KV
+        left = replace(self.device, memory=int((1 - _MARGIN) * self.device.memory))
+        memory = self._memory(sizes, left)
+        room = memory.weights + memory.kv <= left.memory  # a user may name the KV
         return room and memory.kv_tokens[sizes[0]] >= self.engine.max_model_len
 
     def warning(self, sizes: Sequence[int], most: int) -> str | None:
+        """That the base layout leaves too little for KV."""
         memory = self.memory(sizes)
         base, tokens = sizes[0], memory.kv_tokens[sizes[0]]
         room = f"pat.base_tp={base} leaves {gib(memory.kv)} for KV beside weights"
         if not self.fits(sizes):
-            problem = f"{room}, {tokens:,} tokens; a request may have {self.engine.max_model_len:,}"
-        elif memory.kv < _FAR_LESS * most:
+            problem = (
+                f"{room}, {tokens:,} tokens by computation, which may say {_MARGIN:.0%} of the "
+                f"memory too much; a request may have {self.engine.max_model_len:,}"
+            )
+        elif self.names_base and memory.kv < _FAR_LESS * most:
             problem = f"{room} of {gib(memory.weights)}, where a static engine has {gib(most)}"
         else:
             return None
-        return f"{problem}; a larger pat.base_tp has more room, 'auto' chooses it"
+        return f"{problem}. For more room {self.more_room(sizes)}"
 
-    def by_rule(self, sets: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    @property
+    def names_base(self) -> bool:
+        """Whether a user has named the base layout, or layouts that decide it."""
+        return self.pat.base_tp is not None or self.pat.layouts is not None
+
+    def more_room(self, sizes: Sequence[int]) -> str:
+        """Options with which a rank has more memory for KV."""
+        wider = [str(tp) for tp in self.sizes if tp % sizes[0] == 0 and tp > sizes[0]]
+        ways = ["raise gpu_memory_utilization", "lower max_model_len", "lower max_num_seqs"]
+        if wider:
+            auto = "leave pat.base_tp and pat.layouts at 'auto', or " if self.names_base else ""
+            ways.insert(0, f"{auto}name pat.base_tp={' or '.join(wider)}")
+        return f"{', '.join(ways[:-1])}, or {ways[-1]}"
+
+    def one_layout(self, sizes: Sequence[int]) -> str | None:
+        """Why an engine that may switch keeps one layout; None: it keeps several, or its user has
+        asked for one."""
+        if len(sizes) > 1 or self.ranks == 1 or self.pat.layouts or self.pat.base_tp == self.ranks:
+            return None
+        several = [others for others in self.sets() if len(others) > 1]
+        longest = f"max_model_len={self.engine.max_model_len}"
+        if not several or self.model is None or self.device is None:
+            why = f"the model splits over no other part of {self.ranks} ranks"
+            help = "another tensor_parallel_size may have more"
+        elif fitting := [others for others in several if self.fits(others)]:
+            why = "further ones take more from the KV cache than switches save, by computation"
+            help = (
+                f"name pat.layouts={list(max(fitting))} to have more, and let max_num_seqs and "
+                "max_model_len be what your batches have"
+            )
+        elif any(self.memory(others).kv > 0 for others in several):
+            why = f"beside further ones no request of {longest} has room"
+            help = f"for more, {self.more_room(sizes)}"
+        else:
+            why = "the weights of a narrower base layout leave no room for KV"
+            help = "only GPUs with more memory, or more of them, have room for more"
+        return f"one layout, tp={sizes[0]}, is kept, and the engine never switches: {why}; {help}"
+
+    def by_rule(self, sets: Sequence[tuple[int, ...]], most_kv: int) -> tuple[int, ...]:
+        """Args:
+        most_kv: of a static engine.
+        """
         assert self.device is not None
         most = _LARGEST_WEIGHTS * self.device.memory
         several = [sizes for sizes in sets if len(sizes) > 1]
         light = [sizes for sizes in several if self.memory(sizes).weights <= most]
-        return light[0] if light else max(sets, key=lambda sizes: self.memory(sizes).kv)
+        if light:
+            return light[0]
+        roomy = [sizes for sizes in several if self.memory(sizes).kv >= _FAR_LESS * most_kv]
+        return max(roomy or sets, key=lambda sizes: self.memory(sizes).kv)
 
     def fastest(self, sets: Sequence[tuple[int, ...]], gpu: Gpu, load: Load) -> tuple[int, ...]:
         """The one with fewest layouts of those that are about as fast as the fastest."""
@@ -255,12 +320,17 @@ class _Search:
         several = [sizes for sizes in sets if len(sizes) > 1]
         alone = [sizes for sizes in sets if len(sizes) == 1]
         if several and alone:
-            best = min(several, key=lambda sizes: seconds[sizes])
+            best, only = (min(group, key=seconds.__getitem__) for group in (several, alone))
+            # What one layout alone takes beside several, in batches that may come.
+            ratios = [
+                self._seconds(only, machine, part) / self._seconds(best, machine, part)
+                for part in load.smaller()
+            ]
+            share = sum(ratios, seconds[only] / seconds[best]) / (1 + len(ratios))
             # Where KV is short, memory that further layouts take is what a batch waits for.
             most = min(load.most_tokens, _LEAVE * self._room(best[:1]))
-            short = self._room(best) < most
-            saves = -_EARNS if short else _EARNS
-            if min(seconds[sizes] for sizes in alone) * (1 + saves) < seconds[best]:
+            short = self._room(best) < most and not load.at_most
+            if share * (1 + (-_EARNS if short else _EARNS)) < 1:
                 several = []
         if several:
             enough = min(seconds[sizes] for sizes in several) * (1 + _EARNS)

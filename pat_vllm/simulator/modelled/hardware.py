@@ -91,6 +91,7 @@ def modelled_profile(
         (),
         max_num_seqs=max_num_seqs,
         num_speculative_tokens=max(lengths, default=0),
+        link=figures.link,
     )
     sizes = [tp for tp in wanted if ranks % tp == 0 and tp <= NODE_SIZE and shape.divides(tp)]
     while sizes:

@@ -66,6 +66,9 @@ def test_a_link_must_work_both_ways() -> None:
     apart = dataclasses.replace(ON_GPUS, peers=((True, False), (True, True)))
     (links,) = (check for check in environment_checks(apart, 2, True) if check.name == "links")
     assert links.problem is None and "no peer access between 0-1" in links.found
+    joined = dataclasses.replace(ON_GPUS, devices=(dataclasses.replace(GPU, link="pcie"),) * 2)
+    (links,) = (check for check in environment_checks(joined, 2, True) if check.name == "links")
+    assert "every GPU reaches every other's memory, over PCIe" in links.found
 
 
 def test_a_package_that_cannot_be_imported_is_named_with_what_to_do(

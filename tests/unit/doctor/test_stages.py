@@ -19,6 +19,7 @@ from pat_vllm.doctor.environment import FACTS, EnvironmentFacts
 from pat_vllm.doctor.report import Stage
 from pat_vllm.doctor.stages import explain, run_stages
 from pat_vllm.doctor.tasks import Models
+from pat_vllm.known_models import MODEL_SHAPES
 from tests.unit.doctor.test_compare import REFERENCE
 from tests.unit.doctor.test_environment import GPU, ON_CPU, ON_GPUS
 
@@ -241,6 +242,14 @@ def test_too_little_memory_and_refusals_are_stages_of_their_own(
     assert status_of(run_with(monkeypatch, Children(refused), **options)) == "pfsssss"
     # Without --model it is the self-test's own engine that is refused: the environment's affair.
     assert status_of(run_with(monkeypatch, Children(refused))) == "fssssss"
+
+
+def test_that_one_layout_is_kept_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = dataclasses.replace(ON_GPUS, config=dict(MODEL_SHAPES["qwen3-32b"]))
+    options: dict[str, Any] = dict(ranks=8, gpu="A40", model=Path("m"), pat={}, engine={})
+    memory = run_with(monkeypatch, Children(facts), **options)["memory"]
+    assert memory.status == "passed"
+    assert "warning: one layout, tp=8, is kept" in memory.checks[0].found
 
 
 DIED = "ERROR Worker proc VllmWorker-1 died unexpectedly (exit code: {}), shutting down"

@@ -19,7 +19,7 @@ from pat_vllm.advice.rollouts import modelled_engine, rollouts_of
 from pat_vllm.checkpoint import named_config
 from pat_vllm.config import PATConfig
 from pat_vllm.doctor.arithmetic import check_memory, engine_shape
-from pat_vllm.gpus import GPUS
+from pat_vllm.gpus import GPUS, Device
 from pat_vllm.known_models import MODEL_SHAPES
 from pat_vllm.kv_transfer.plan import ROUNDS
 from pat_vllm.layout import Layout
@@ -29,6 +29,8 @@ from pat_vllm.memory.estimate import (
     RankMemory,
     communicator_bytes,
     estimate,
+    exchange_bytes,
+    flashinfer_bytes,
     kv_cache_bytes,
     staged_share,
     static_engine,
@@ -279,7 +281,10 @@ def test_what_the_kv_cache_loses(model: ModelSize, base_tp: int) -> None:
     stock, engine, own = added(model, base_tp)
     assert communicator_bytes(2, GPUS["A40"].device) < communicator_bytes(2, H100)
     groups = [layout.tp for layout in LAYOUTS[:-1] if layout.tp >= max(2, base_tp)]
-    assert engine.communicators == sum(communicator_bytes(tp, H100) for tp in groups)
+    narrow = sum(communicator_bytes(tp, H100) for tp in groups)
+    flashinfer = sum(flashinfer_bytes(tp, H100) for tp in (2, 4, 8) if tp >= base_tp)
+    assert engine.communicators == narrow + flashinfer + exchange_bytes(8)
+    assert stock.communicators == flashinfer_bytes(base_tp, H100)
     _, most, grown = added(model, base_tp, pat=PATConfig())
     assert 0 <= own <= grown < 0.11 and stock.kv > engine.kv > most.kv
 
@@ -290,7 +295,19 @@ def test_a_mixture_shares_its_workspace_and_the_groups_of_a_tp() -> None:
     assert 2 * 8192 * 8 * 2048 * 2 in [buffer.device for buffer in base if buffer.shared]
     assert not any(buffer.shared for buffers in others for buffer in buffers)
     memory = estimate(QWEN3_30B_A3B, engine, GPUS["H200"].device)
-    assert memory.communicators == sum(communicator_bytes(tp, H100) for tp in (2, 4))
+    narrow = sum(communicator_bytes(tp, H100) for tp in (2, 4))
+    flashinfer = sum(flashinfer_bytes(tp, H100) for tp in (2, 4, 8))
+    assert memory.communicators == narrow + flashinfer + exchange_bytes(8)
+
+
+def test_what_only_several_gpus_have() -> None:
+    """FlashInfer's buffers with vLLM's limits, and few channels to each other rank; none on CPU."""
+    assert flashinfer_bytes(2, H100) == 384 << 20 and flashinfer_bytes(1, H100) == 0
+    assert flashinfer_bytes(2, GPUS["A40"].device) == 0
+    assert exchange_bytes(8) == 252 << 20 and exchange_bytes(2) == 36 << 20
+    on_cpu = estimate(LLAMA_8B, pat(attention="CPU_ATTN"), Device(64 << 30))
+    assert on_cpu.communicators == sum(communicator_bytes(tp, Device(64 << 30)) for tp in (2, 4))
+    assert communicator_bytes(2, GPUS["MI300X"].device) == communicator_bytes(2, GPUS["A40"].device)
 
 
 def test_graphs_of_a_layout() -> None:
@@ -331,6 +348,8 @@ def measured_by_a_worker(model: ModelSize, engine: EngineShape, gpu: str) -> int
     used += sum(b.device for of_layout in buffers for b in of_layout if not b.with_kv)
     narrow = {layout.tp for layout in engine.layouts if layout.replicas > 1} - {1}
     used += sum(communicator_bytes(tp, device) for tp in narrow)
+    used += sum(flashinfer_bytes(tp, device) for tp in {layout.tp for layout in engine.layouts})
+    used += exchange_bytes(base.world_size) if len(engine.layouts) > 1 else 0
     measured = []
     for layout in reversed(engine.layouts):
         limits = engine.limits(layout)
@@ -384,7 +403,7 @@ def test_simulator_advise_and_doctor_grant_what_an_engine_has(
         for granted in tokens_by_bytes(model, profile).values():
             assert granted == pytest.approx(kv, rel=0.02)
     for layout in rollouts.static.layouts:
-        alone = static_engine(EngineShape(()), layout)
+        alone = static_engine(EngineShape((), link=GPUS[gpu].link), layout)
         granted = tokens_by_bytes(model, rollouts.static)[layout.tp]
         assert granted == pytest.approx(measured_by_a_worker(model, alone, gpu), rel=0.02)
 

@@ -13,7 +13,7 @@ MUTATIONS = mutations({
         ("the largest of the engine's sizes", "worker.layout_config:_resize_cuda_graphs", ".max_cudagraph_capture_size = chosen[-1]", ".max_cudagraph_capture_size = engine.compilation_config.cudagraph_capture_sizes[-1]"),
     ],
     "tests/gpuless/test_collectives.py::test_all_ranks_make_the_same_calls_on_their_devices[4]": [
-        ("a switch makes its exchange", "worker.worker:PATWorkerMixin.pat_switch", "kv_bytes = 0\n", "kv_bytes = 0; Exchange(device_world_group(), self.device)\n"),
+        ("a switch makes its exchange", "worker.worker:PATWorkerMixin.pat_switch", "kv_bytes = 0\n", "kv_bytes = 0; Exchange(exchange_group(), self.device)\n"),
         ("devices in the order of ranks", "worker.worker:PATWorkerMixin._devices_of_group", "device_of(rank, ranks) for", "rank for"),
         ("a rank makes its groups in another order", "worker.worker:PATWorkerMixin.init_device", "for layout in layouts\n", "for layout in layouts[:: -1 if self.rank == 1 else 1]\n"),
         ("workers are known by their ranks", "worker.worker:PATWorkerMixin.init_device", "device_of(self.local_rank, self.parallel_config.world_size)", "self.local_rank"),

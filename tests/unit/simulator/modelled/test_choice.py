@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from ast import literal_eval
 from dataclasses import replace
 from typing import Any
 
@@ -11,10 +13,12 @@ from pat_vllm.advice.advise_options import AdviseOptions
 from pat_vllm.advice.rollouts import rollouts_of
 from pat_vllm.config import PATConfig
 from pat_vllm.doctor.arithmetic import check_memory, engine_shape
-from pat_vllm.gpus import GPUS, Device, known_gpu
+from pat_vllm.gpus import GPUS, Device
 from pat_vllm.known_models import MODEL_SHAPES
 from pat_vllm.layout import Layout
 from pat_vllm.memory.buffers import EngineShape
+from pat_vllm.memory.estimate import estimate
+from pat_vllm.model_size import ModelSize
 from pat_vllm.simulator.modelled import choice
 from pat_vllm.simulator.modelled.batch_time import Load
 from pat_vllm.simulator.modelled.choice import Choice, choose
@@ -22,6 +26,7 @@ from pat_vllm.simulator.shapes import GENERATORS
 
 A40, H100, H200 = (GPUS[name].device for name in ("A40", "H100", "H200"))
 UNKNOWN = Device(48 << 30, "8.9")
+LONGEST = 16384 + 512
 TINY = {
     **MODEL_SHAPES["llama-3.1-8b"],
     "num_hidden_layers": 2,
@@ -71,7 +76,7 @@ def sizes(*args: Any, **options: Any) -> list[int]:
     ("model", "device", "expected"),
     [
         ("llama-3.1-8b", A40, [2, 8]),
-        ("qwen3-14b", A40, [4]),
+        ("qwen3-14b", A40, [4, 8]),
         ("qwen3-30b-a3b", H100, [4, 8]),
         ("llama-3.1-8b", H200, [1, 4, 8]),
     ],
@@ -127,11 +132,44 @@ def test_too_little_room_is_told_by_the_option_that_helps() -> None:
         assert "pat.base_tp, pat.layouts and pat.experts choose others" in picked.found
 
 
+def test_what_helps_is_what_the_user_has_not_done() -> None:
+    auto = chosen("qwen3-14b", A40, max_model_len=16384)
+    assert auto.more_room.startswith("name pat.base_tp=8, raise gpu_memory_utilization, lower ")
+    widest = chosen(QWEN3_32B, A40)
+    assert widest.more_room.startswith(
+        "raise gpu_memory_utilization, lower max_model_len, or lower"
+    )
+    for named in ({"base_tp": 2}, {"layouts": [2, 8]}):
+        more_room = chosen("qwen3-14b", A40, named).more_room
+        assert more_room.startswith(
+            "leave pat.base_tp and pat.layouts at 'auto', or name pat.base_tp="
+        )
+
+
+@pytest.mark.parametrize("model", ["llama-3.1-8b", "qwen3-30b-a3b", "qwen3-next-80b-a3b"])
+def test_auto_leaves_room_for_what_the_computation_misses(model: str) -> None:
+    """At any size of the memory: 4% of it less, and a request still fits, or a warning says that it
+    may not."""
+    warned = []
+    for gigabytes in range(16, 97):
+        device = Device(gigabytes << 30, "8.9")
+        picked = chosen(model, device)
+        shape = EngineShape(picked.layouts, max_model_len=32768)
+        size = ModelSize.of(MODEL_SHAPES[model])
+        left = estimate(size, shape, device).kv - 4 * device.memory // 100
+        needed = estimate(size, replace(shape, kv_cache_memory_bytes=max(1, left)), device)
+        fits = needed.kv_tokens[picked.layouts[0].tp] >= 32768
+        warned.append("a request may have" in (picked.warning or ""))
+        assert fits or warned[-1], gigabytes
+    assert not warned[-1] and warned == sorted(warned, reverse=True)
+
+
 def test_an_unknown_device_decides_by_its_memory() -> None:
     assert sizes("llama-3.1-8b", UNKNOWN)[0] == 2
     assert sizes("llama-3.1-8b", replace(UNKNOWN, memory=96 << 30)) == [1, 4, 8]
     assert sizes("qwen3-14b", replace(UNKNOWN, memory=24 << 30))[0] == 4
-    assert sizes(QWEN3_32B, UNKNOWN)[0] == 8
+    assert sizes(QWEN3_32B, UNKNOWN) == [4, 8], "more than half of the KV is left"
+    assert sizes(QWEN3_32B, replace(UNKNOWN, memory=30 << 30)) == [8]
 
 
 @pytest.mark.parametrize("device", [None, H100, UNKNOWN, Device(4 << 30)])
@@ -158,40 +196,96 @@ def test_a_model_of_unknown_sizes_keeps_the_usual_layouts() -> None:
     assert sizes(TINY, None, ranks=4) == [1, 2, 4]
 
 
-def test_a_device_is_known_by_name_or_memory() -> None:
-    h100 = known_gpu(H100, "NVIDIA H100 80GB HBM3")
-    assert h100 == known_gpu(H100) == GPUS["H100"]
-    less = Device(int(H100.memory * 0.98), "9.0")
-    assert known_gpu(less) == replace(GPUS["H100"], device=less)
-    for device, name in (
-        (H100, "NVIDIA H100 PCIe"),
-        (H100, "NVIDIA H200"),
-        (Device(H100.memory // 7, "9.0"), "NVIDIA H100 80GB HBM3 MIG 1g.10gb"),
-        (Device(A40.memory, "8.9"), ""),
-    ):
-        assert known_gpu(device, name) is None
+CONFIGS: dict[str, dict[str, Any]] = {
+    "8B": QWEN3_8B,
+    "14B": dict(MODEL_SHAPES["qwen3-14b"]),
+    "32B": QWEN3_32B,
+    "30B-A3B": dict(MODEL_SHAPES["qwen3-30b-a3b"]),
+}
+CHOICES = {
+    ("8B", "L40S"): (2, 8),
+    ("14B", "L40S"): (2, 8),
+    ("32B", "L40S"): (4, 8),
+    ("30B-A3B", "L40S"): (4, 8),
+    ("8B", "A100"): (2, 8),
+    ("14B", "A100"): (2, 8),
+    ("32B", "A100"): (4, 8),
+    ("30B-A3B", "A100"): (4, 8),
+    ("8B", "H100"): (2, 8),
+    ("14B", "H100"): (2, 8),
+    ("32B", "H100"): (4, 8),
+    ("30B-A3B", "H100"): (4, 8),
+    ("8B", "B200"): (1, 4, 8),
+    ("14B", "B200"): (1, 4, 8),
+    ("32B", "B200"): (2, 8),
+    ("30B-A3B", "B200"): (4, 8),
+}
+"""By default, of eight GPUs."""
 
 
-@pytest.mark.parametrize("gpu", ["A40", "H100", "H200"])
-@pytest.mark.parametrize("model", ["8B", "14B", "32B", "30B-A3B"])
+@pytest.mark.parametrize(("model", "gpu"), CHOICES)
 def test_advise_and_doctor_agree(monkeypatch: pytest.MonkeyPatch, model: str, gpu: str) -> None:
-    """Engines: tests/vllm/test_layout_choice.py."""
-    configs = {
-        "8B": QWEN3_8B,
-        "14B": MODEL_SHAPES["qwen3-14b"],
-        "32B": QWEN3_32B,
-        "30B-A3B": MODEL_SHAPES["qwen3-30b-a3b"],
-    }
-    config, device = configs[model], GPUS[gpu].device
+    """At the same load. Engines: tests/vllm/test_layout_choice.py."""
+    config, device = CONFIGS[model], GPUS[gpu].device
     monkeypatch.setitem(MODEL_SHAPES, model, config)  # type: ignore[arg-type]
-    rollouts = rollouts_of(AdviseOptions(model, gpu, 8, responses=2048, iterations=2))
-    advised, batch = rollouts.profile.layouts, rollouts.batches[0]
-    longest = max(batch.num_prompt_tokens) + batch.max_tokens
-    shape, picked = engine_shape(config, PATConfig(), 8, {"max_model_len": longest}, device)
-    assert shape.layouts == advised == picked.layouts
+    given = {"max_model_len": LONGEST}
+    shape, picked = engine_shape(config, PATConfig(), 8, given, device)
+    assert tuple(layout.tp for layout in picked.layouts) == CHOICES[model, gpu]
     stated = check_memory(config, device, shape, chosen=picked.found)
-    assert stated.found.startswith(f"layouts {', '.join(map(str, advised))}, by modelled times")
-    assert picked.warning is None and stated.problem is None
+    names = ", ".join(map(str, shape.layouts))
+    assert stated.found.startswith(f"layouts {names}, by modelled times") and not stated.problem
+    assert (len(shape.layouts) == 1) == ("one layout" in (picked.warning or ""))
+    # Of the load that `advise` is asked about, as many responses will come.
+    monkeypatch.setattr(Load, "usual", classmethod(lambda cls, *of: exact))
+    rollouts = rollouts_of(AdviseOptions(model, gpu, 8, responses=2048, iterations=2))
+    exact = Load.of(rollouts.chains[0][0])
+    advised, batch = rollouts.profile.layouts, rollouts.batches[0]
+    assert max(batch.num_prompt_tokens) + batch.max_tokens == LONGEST
+    assert engine_shape(config, PATConfig(), 8, given, device)[0].layouts == advised
+
+
+@pytest.mark.parametrize(
+    ("gpu", "ranks"), [("RTX 4090", 8), ("A40", 8), ("A100 40GB", 4), ("H100", 2)]
+)
+@pytest.mark.parametrize("model", CONFIGS)
+def test_no_engine_keeps_one_layout_unsaid(model: str, gpu: str, ranks: int) -> None:
+    """And layouts that it says to name have room."""
+    device = GPUS[gpu].device
+    picked = chosen(CONFIGS[model], device, ranks=ranks)
+    warning = picked.warning or ""
+    said = "leaves" in warning or f"one layout, tp={ranks}, is kept, and the" in warning
+    assert said == (len(picked.layouts) == 1)
+    if (named := re.search(r"pat\.layouts=(\[.*?\])", warning)) is not None:
+        asked = chosen(CONFIGS[model], device, {"layouts": literal_eval(named[1])}, ranks)
+        assert len(asked.layouts) > 1 and "a request may have" not in (asked.warning or "")
+
+
+def test_why_one_layout_is_kept() -> None:
+    def why(*args: Any, **options: Any) -> str:
+        return chosen(*args, **options).warning or ""
+
+    assert "take more from the KV cache than" in why(QWEN3_32B, A40)
+    assert "name pat.layouts=[4, 8] to have more" in why(QWEN3_32B, A40)
+    assert "weights of a narrower base layout" in why("qwen3-next-80b-a3b", A40)
+    long = why("qwen3-30b-a3b", A40, max_model_len=262144, ranks=4)
+    assert "no request of max_model_len=262144 has room; for more, " in long
+    assert "splits over no other part of 3 ranks" in why(
+        TINY | {"num_attention_heads": 7}, H100, ranks=3
+    )
+    # Who has asked for one is told nothing.
+    for asked in ({"layouts": [8]}, {"base_tp": 8}):
+        assert not why(QWEN3_32B, A40, asked)
+    assert not why("llama-3.1-8b", A40, ranks=1)
+
+
+def test_an_engine_that_knows_only_the_most_that_may_come_looks_at_less() -> None:
+    """At the most, one layout is faster, for all KV is needed; at less, several are."""
+    load = Load.usual(256, 8, 32768)
+    assert sizes(QWEN3_32B, H100) == sizes(QWEN3_32B, H100, load=load) == [4, 8]
+    assert sizes(QWEN3_32B, H100, load=replace(load, at_most=False)) == [8]
+    assert [part.responses for part in load.smaller()] == [1024, 512, 256, 128]
+    assert [part.responses for part in replace(load, responses=2).smaller()] == [1]
+    assert not replace(load, at_most=False).smaller()
 
 
 def test_a_layout_alone_where_others_would_take_its_memory() -> None:
