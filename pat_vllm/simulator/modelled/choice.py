@@ -300,8 +300,10 @@ class _Search:
         return f"one layout, tp={sizes[0]}, is kept, and the engine never switches: {why}; {help}"
 
     def by_rule(self, sets: Sequence[tuple[int, ...]], most_kv: int) -> tuple[int, ...]:
-        """Args:
-        most_kv: of a static engine.
+        """The choice where no times can be modelled: by what weights take and KV keeps.
+
+        Args:
+            most_kv: bytes for KV of a static engine.
         """
         assert self.device is not None
         most = _LARGEST_WEIGHTS * self.device.memory
