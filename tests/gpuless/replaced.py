@@ -112,6 +112,7 @@ _WHY: dict[str, dict[str, str]] = {
     },
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner.": {"_freeze_gc": _GARBAGE},
     "vllm.v1.worker.gpu_worker:": {
+        "HAS_TRITON": "V2 asks for Triton here, too, since vLLM 0.33; no kernel of it runs",
         "MemorySnapshot memory_profiling request_memory": _NO_GPU + _START,
         "current_platform": _ON_GPU + _START,
         "freeze_gc_heap gc": _GARBAGE + _START,
