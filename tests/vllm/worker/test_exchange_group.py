@@ -22,7 +22,12 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     nccl = SimpleNamespace(Options=options)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1, 2])
-    monkeypatch.setattr(dist, "new_group", lambda *args, **kw: calls.append((args, kw)) or "own")
+
+    def new_group(*args: Any, **named: Any) -> str:
+        calls.append((args, named))
+        return "own"
+
+    monkeypatch.setattr(dist, "new_group", new_group)
     return calls
 
 
