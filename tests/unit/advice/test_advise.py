@@ -491,7 +491,7 @@ def test_command_writes_json_and_a_picture(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--gpu", "H300"), "gpu 'H300' is unknown; allowed are A10, A30, A40, A100, A100 40GB"),
+        (("--gpu", "V100"), "gpu 'V100' is unknown; allowed are A10, A30, A40"),
         (("--model", "gpt-9"), "model 'gpt-9' is unknown; allowed are llama-3.1-8b, qwen3-8b"),
         (("--shape", "square"), "--shape is 'square'; allowed are deepscaler, log-normal"),
         (("--lengths", "/nowhere/a.txt"), "--lengths /nowhere/a.txt cannot be read: No such"),
