@@ -302,9 +302,7 @@ def test_further_layouts_have_to_earn_where_all_kv_is_needed() -> None:
     assert Load(3, [5, 3, 1], 10).most_tokens == max(3 * 11, 2 * 13, 15)
 
 
-def test_of_layouts_alone_that_are_as_fast_the_one_with_more_room(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_of_layouts_alone_that_are_as_fast_the_one_with_more_room() -> None:
     """KV is short then. Which of them is faster is predicted to a few percent only."""
     load = Load.of(GENERATORS["uniform"](488, 16384, 0))
     assert sizes(QWEN3_32B, A40, load=load, max_model_len=16896) == [8]
