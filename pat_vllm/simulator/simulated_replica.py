@@ -225,6 +225,9 @@ class SimulatedReplica:
                 stepped = [*stepped, request]
         self.made += steps
         self.set_steps(0)
+        if steps > 1:
+            # What they have overwritten, up to the last one, which had room before it began.
+            self.free.overwrite(self.free.total - self._unused() - len(self.running))
         index = np.array(stepped, np.int64)
         complete: list[int] = index[outputs[index] >= requests.columns[1, index]].tolist()
         for request in complete:

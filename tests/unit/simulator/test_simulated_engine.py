@@ -237,6 +237,20 @@ def test_chunks_change_nothing_where_their_steps_are_equal(
     assert switches[0] == switches[1]
 
 
+def test_what_a_chunk_overwrites_is_gone_when_its_requests_end() -> None:
+    """A preempted request finds as much of its KV as where steps are made one by one."""
+    lengths = [1] * 6 + [297, 500] + [1] * 6 + [494] + [1] * 7 + [242, 1]
+    limits = {"max_num_seqs": 4, "max_batch_tokens": 4, "kv_tokens": 1000}
+    capacity = FREE.model_copy(update={name: {1: limit} for name, limit in limits.items()})
+    trace = batch(*lengths, arrivals=[1.0, 0.0] * (len(lengths) // 2))
+    chunks, steps = (
+        simulate(trace, StayPolicy(Layout.of(1, 4)), Linear(0.1, token=0.0), capacity, chunk=chunk)
+        for chunk in (32, 1)
+    )
+    assert chunks.preempted == steps.preempted == 3
+    assert chunks.prefilled == steps.prefilled
+
+
 @settings(max_examples=15)
 @given(st.sampled_from(LAYOUTS), st.lists(st.integers(1, 900), min_size=1, max_size=24))
 def test_chunks_are_exact_enough(layout: Layout, lengths: list[int]) -> None:
