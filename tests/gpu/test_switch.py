@@ -128,11 +128,11 @@ def test_every_ordered_pair_of_layouts(llm: Any, way: str, monkeypatch: pytest.M
 def test_nobody_reads_the_null_block(llm: Any) -> None:
     """What a kernel may load and masks, it must not multiply."""
     from tests.support.engines import run
-    from tests.support.null_block import fill_null_block
+    from tests.support.null_blocks import spoil_null_blocks
 
     def enter(tp: int) -> None:
         assert pat_vllm.switch(llm, tp=tp)
-        llm.collective_rpc(fill_null_block)
+        spoil_null_blocks(llm)
 
     for source, target in itertools.permutations(sizes(llm), 2):
         jobs = batch()
