@@ -101,7 +101,7 @@ def test_what_changes_no_code_changes_no_key() -> None:
         engine_config(layouts=[1, 4], policy={"kind": "predictor", "lengths_file": "l.json"}),
         engine_config(layouts=[1, 4], launcher="mp", experts="both"),
     ]
-    same[1].additional_config["pat_chosen"] = "these"
+    same[1].additional_config["pat_chosen"] = {"found": "these"}
     hashes = [[config.compute_hash() for config in configs_of(engine).values()] for engine in same]
     assert all(of_engine == hashes[0] for of_engine in hashes)
     assert len(set(hashes[0])) == 2, "one for each layout"
