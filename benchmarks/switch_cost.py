@@ -30,7 +30,7 @@ from benchmarks.engine_process import PARK_SECONDS, step_until
 from benchmarks.record import Summary, machine, table, write_results
 from pat_vllm.cli.demo_batch import model_config
 from pat_vllm.config import PATConfig
-from pat_vllm.moe_config import MoEConfig
+from pat_vllm.models.moe_config import MoEConfig
 
 LIVE = 8
 CONTEXT = 512

@@ -22,7 +22,7 @@ from pat_vllm.patches.front_end import (
     serialize_sends,
     tell_loggers,
 )
-from pat_vllm.text_only import is_without_vision_and_audio
+from pat_vllm.start.text_only import is_without_vision_and_audio
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -86,7 +86,7 @@ def _executor_class(vllm_config: VllmConfig, stock: Callable[[Any], type]) -> ty
         check_vllm_version()
         from pat_vllm.config import layout_name
         from pat_vllm.executor.launcher import prepare_launch
-        from pat_vllm.support import prepare
+        from pat_vllm.start.prepare import prepare
 
         if layout_name(vllm_config) is not None:
             return chosen

@@ -13,7 +13,7 @@ from benchmarks.bench.runs import Run
 from benchmarks.bench.serve import Served, run_of, serve
 from benchmarks.bench.workloads import MAX_TOKENS, SCALES, Workload
 from benchmarks.engine_process import PARK_SECONDS, PATIENCE_SECONDS, EngineFailed, EngineProcess
-from pat_vllm.child import environment
+from pat_vllm.doctor.child import environment
 from pat_vllm.cli.demo_batch import engine_with_room
 from pat_vllm.config import PATConfig
 from pat_vllm.layout import Layout

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from pat_vllm.known_models import MODEL_SHAPES
+from pat_vllm.models.known_models import MODEL_SHAPES
 
 
 def write_config(folder: Path, name: str) -> Path:

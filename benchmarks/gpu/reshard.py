@@ -16,7 +16,7 @@ from benchmarks.gpu.ceiling import random_like
 from benchmarks.gpu.shapes import LAYOUTS, Scale
 from benchmarks.gpu.timing import Stopwatch, milliseconds
 from pat_vllm.kernels.swap import ByteSwaps, RowSwap, prepare
-from pat_vllm.model_size import ModelSize
+from pat_vllm.models.model_size import ModelSize
 from pat_vllm.weights.row_order import Block, RowOrder, block_of, common_unit, rounds
 from pat_vllm.weights.shards import EvenPartition, Partition, QKVPartition, pieces_of
 

@@ -29,7 +29,7 @@ from benchmarks.paired import paired_ratio
 from benchmarks.record import ROOT, machine, table, write_results
 from benchmarks.rollouts.arithmetic import problem
 from benchmarks.rollouts.model import pretrain
-from pat_vllm.draft_schedule import ngram_config
+from pat_vllm.predictor.draft_schedule import ngram_config
 from tests.support import patient_ray
 
 POLICY = ROOT / ".models" / "rollouts" / "policy"

@@ -9,9 +9,9 @@ from typing import Annotated
 
 import typer
 
-from pat_vllm.gpus import NODE_SIZE
-from pat_vllm.known_models import MODEL_SHAPES
-from pat_vllm.ranges import Ranged
+from pat_vllm.start.gpus import NODE_SIZE
+from pat_vllm.models.known_models import MODEL_SHAPES
+from pat_vllm.cli.ranges import Ranged
 
 _MOST_TOKENS = 1 << 24
 

@@ -9,12 +9,12 @@ from typing import Any
 from pat_vllm.advice.advise_options import AdviseOptions
 from pat_vllm.advice.lengths import EarlierRollouts, Tokenize, read_rollouts
 from pat_vllm.advice.replayed_drafts import DraftsGive, drafts_give
-from pat_vllm.checkpoint import NamedConfig, WithDefaults, config_file, named_config
+from pat_vllm.models.checkpoint import NamedConfig, WithDefaults, config_file, named_config
 from pat_vllm.config import PATConfig
 from pat_vllm.files.reading import cut, read_text, shown
-from pat_vllm.gpus import GPUS, NODE_SIZE, gpu_named
-from pat_vllm.memory.buffers import EngineShape
-from pat_vllm.model_size import ModelSize
+from pat_vllm.start.gpus import GPUS, NODE_SIZE, gpu_named
+from pat_vllm.start.buffers import EngineShape
+from pat_vllm.models.model_size import ModelSize
 from pat_vllm.profiling.samples import Profile
 from pat_vllm.simulator.ground_truth import ReplayedGroundTruth
 from pat_vllm.simulator.modelled.batch_time import Load

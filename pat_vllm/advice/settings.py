@@ -8,7 +8,7 @@ from typing import Any
 
 from pat_vllm.advice.simulations import PLAIN, TUNED, draft_schedule
 from pat_vllm.advice.verdict import Advice
-from pat_vllm.draft_schedule import ngram_config
+from pat_vllm.predictor.draft_schedule import ngram_config
 
 CHECKPOINT, LENGTHS_FILE = "CHECKPOINT", "/PATH/lengths.json"
 PLACEHOLDERS = {

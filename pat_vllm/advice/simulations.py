@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pat_vllm.advice.rollouts import Rollouts
-from pat_vllm.draft_schedule import Schedule
+from pat_vllm.predictor.draft_schedule import Schedule
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.adaptive import AdaptivePolicy
 from pat_vllm.predictor.policy import SchedulePolicy
@@ -26,7 +26,7 @@ from pat_vllm.profiling.samples import StepShape
 from pat_vllm.simulator.accepted_drafts import AcceptedDraftTokens
 from pat_vllm.simulator.simulate import simulate_batches
 from pat_vllm.simulator.simulated_report import SimulatedReport
-from pat_vllm.text_only import starting_with_safe_path
+from pat_vllm.start.text_only import starting_with_safe_path
 
 PLAIN = "k = 0"
 TUNED = "k by batch size"

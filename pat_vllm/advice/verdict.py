@@ -19,7 +19,7 @@ from pat_vllm.advice.simulations import (
     replay,
     seconds_of,
 )
-from pat_vllm.checkpoint import WithDefaults
+from pat_vllm.models.checkpoint import WithDefaults
 
 
 class Source(NamedTuple):

@@ -13,7 +13,7 @@ from pat_vllm.cli.plot import plot_report
 from pat_vllm.cli.profile import take_engine_profile
 from pat_vllm.cli.random_model import write_random_model
 from pat_vllm.cli.real_model import write_pretrained_model
-from pat_vllm.text_only import without_vision_and_audio
+from pat_vllm.start.text_only import without_vision_and_audio
 
 if multiprocessing.parent_process() is not None:
     # The engine of a command: its processes begin by importing the command.

@@ -63,7 +63,7 @@ def advise_user(
 
 def _settings(advice: Advice, options: AdviseOptions) -> dict[str, str]:
     from pat_vllm.advice.settings import CHECKPOINT, settings
-    from pat_vllm.checkpoint import config_file
+    from pat_vllm.models.checkpoint import config_file
 
     file = config_file(options.model) if options.model is not None else None
     model = CHECKPOINT

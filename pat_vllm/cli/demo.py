@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from pat_vllm.cli.options import failed, options_of
-from pat_vllm.ranges import Ranged
-from pat_vllm.text_only import without_vision_and_audio
+from pat_vllm.cli.ranges import Ranged
+from pat_vllm.start.text_only import without_vision_and_audio
 
 if TYPE_CHECKING:  # these are slow to import, for `--help`
     from pat_vllm.cli.demo_batch import Variant
@@ -240,10 +240,10 @@ def demo(console: Console, options: DemoOptions) -> bool:
         ValueError: an option does not fit the model.
         RunFailed: an engine failed.
     """
-    from pat_vllm.child import environment
+    from pat_vllm.doctor.child import environment
     from pat_vllm.cli import demo_batch
     from pat_vllm.cli.engine_run import run
-    from pat_vllm.moe_config import MoEConfig
+    from pat_vllm.models.moe_config import MoEConfig
     from pat_vllm.reporting.report_plot import plot_runs
 
     model, ranks, requests, seed = options.model, options.ranks, options.requests, options.seed

@@ -22,7 +22,7 @@ from rich.table import Table
 
 from pat_vllm.cli.options import check_engine, options_of
 from pat_vllm.doctor.doctor_options import Options
-from pat_vllm.text_only import without_vision_and_audio
+from pat_vllm.start.text_only import without_vision_and_audio
 
 if TYPE_CHECKING:  # this is slow to import, for `--help`
     from pat_vllm.doctor.report import Report, Stage
@@ -45,13 +45,13 @@ def run_doctor(options: Options) -> None:
 
 def examine(console: Console, options: Options) -> Report:
     """Run the stages, print what they find, and write it."""
-    from pat_vllm.child import ending_by_signals
+    from pat_vllm.doctor.child import ending_by_signals
     from pat_vllm.cli.doctor_models import self_test_models, sizes_of
     from pat_vllm.doctor.report import REPORT, Report
     from pat_vllm.doctor.stages import STAGES, run_stages
     from pat_vllm.files.reading import shown
     from pat_vllm.files.writing import write_whole
-    from pat_vllm.gpus import gpu_named
+    from pat_vllm.start.gpus import gpu_named
 
     check_engine(options.engine, options.pat, options.ranks)
     for name in options.stage or ():

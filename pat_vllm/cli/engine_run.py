@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
-from pat_vllm.child import Events, environment, run_module
+from pat_vllm.doctor.child import Events, environment, run_module
 from pat_vllm.reporting import Report, Run
-from pat_vllm.text_only import without_vision_and_audio
+from pat_vllm.start.text_only import without_vision_and_audio
 
 if TYPE_CHECKING:
     from vllm import LLM

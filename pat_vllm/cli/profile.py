@@ -24,9 +24,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from pat_vllm.cli.options import check_engine, failed, options_of
-from pat_vllm.ranges import EngineOptions, PATOptions, Ranged
-from pat_vllm.rpc import PROFILE_COMMAND
-from pat_vllm.text_only import starting_with_safe_path, without_vision_and_audio
+from pat_vllm.cli.ranges import EngineOptions, PATOptions, Ranged
+from pat_vllm.executor.rpc import PROFILE_COMMAND
+from pat_vllm.start.text_only import starting_with_safe_path, without_vision_and_audio
 
 if TYPE_CHECKING:  # these are slow to import, for `--help`
     from vllm import LLM

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from pat_vllm.ranges import Ranged
+from pat_vllm.cli.ranges import Ranged
 
 _MOST_WIDTH, _MOST_HEADS = 1 << 18, 1 << 12
 

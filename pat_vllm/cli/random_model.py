@@ -24,8 +24,8 @@ from pat_vllm.cli.options import failed, options_of
 from pat_vllm.cli.random_config import ARCHS, EXPERT_GROUPS, LINEAR, RandomModel, fields_of
 from pat_vllm.cli.random_tokenizer import SPECIAL_TOKENS, save_tokenizer
 from pat_vllm.files.writing import forgotten
-from pat_vllm.model_classes import MIXTURES
-from pat_vllm.text_only import without_vision_and_audio
+from pat_vllm.models.model_classes import MIXTURES
+from pat_vllm.start.text_only import without_vision_and_audio
 
 if TYPE_CHECKING:
     import torch

@@ -15,7 +15,7 @@ import typer
 
 from pat_vllm.cli.options import failed
 from pat_vllm.cli.random_model import check_written
-from pat_vllm.text_only import without_vision_and_audio
+from pat_vllm.start.text_only import without_vision_and_audio
 
 if TYPE_CHECKING:
     import torch

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from pat_vllm.files.reading import cut
-from pat_vllm.layer_sizes import fields_of
-from pat_vllm.model_classes import class_of
+from pat_vllm.models.layer_sizes import fields_of
+from pat_vllm.models.model_classes import class_of
 
 
 def with_defaults(config: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from pat_vllm.ranges import EngineOptions, PATOptions, Ranged
+from pat_vllm.cli.ranges import EngineOptions, PATOptions, Ranged
 
 
 @dataclass(frozen=True)

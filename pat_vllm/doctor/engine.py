@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
-from pat_vllm.child import Events
+from pat_vllm.doctor.child import Events
 from pat_vllm.doctor.compare import Comparison, Differs, Output, Reference
 from pat_vllm.doctor.in_workers import graphs_of, send_by_ipc
 from pat_vllm.doctor.report import Check

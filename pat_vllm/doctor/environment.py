@@ -22,13 +22,13 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from pat_vllm.child import Events
+from pat_vllm.doctor.child import Events
 from pat_vllm.doctor.report import Check
 from pat_vllm.files.reading import first_problem
-from pat_vllm.found_device import found_device
-from pat_vllm.gpus import Device, GiB, gib
-from pat_vllm.layer_sizes import fields_of
-from pat_vllm.text_only import PACKAGES
+from pat_vllm.start.found_device import found_device
+from pat_vllm.start.gpus import Device, GiB, gib
+from pat_vllm.models.layer_sizes import fields_of
+from pat_vllm.start.text_only import PACKAGES
 
 _PROCESS_BYTES = 600 << 20
 """Of host memory, about what each of an engine's processes takes on CPU with a tiny model."""
@@ -200,7 +200,7 @@ def _choices(engine: dict[str, Any]) -> dict[str, Any]:
     from vllm.v1.attention.selector import get_attn_backend
 
     from pat_vllm.plugin import check_vllm_version
-    from pat_vllm.support import prepare
+    from pat_vllm.start.prepare import prepare
 
     try:
         check_vllm_version()

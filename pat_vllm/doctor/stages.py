@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
-from pat_vllm.child import environment, run_module
+from pat_vllm.doctor.child import environment, run_module
 from pat_vllm.config import PATConfig
 from pat_vllm.doctor.arithmetic import check_memory, engine_shape
 from pat_vllm.doctor.doctor_options import Options
@@ -19,7 +19,7 @@ from pat_vllm.doctor.engine import REFERENCES, TASK
 from pat_vllm.doctor.environment import FACTS, EnvironmentFacts, environment_checks
 from pat_vllm.doctor.report import WITHOUT_ENGINES, Check, Stage
 from pat_vllm.doctor.tasks import Models, as_used, engine_as_given, self_test
-from pat_vllm.gpus import GPUS, Device, gpu_named
+from pat_vllm.start.gpus import GPUS, Device, gpu_named
 
 AS_USED = "as used"
 GRAPHS = {"eager": None, "piecewise": "PIECEWISE", "full": "FULL"}

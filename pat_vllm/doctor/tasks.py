@@ -13,7 +13,7 @@ from pat_vllm.doctor.doctor_options import Options
 from pat_vllm.doctor.engine import Task
 from pat_vllm.doctor.environment import EnvironmentFacts
 from pat_vllm.doctor.serving import MAX_TOKENS, Prompts
-from pat_vllm.draft_schedule import ngram_config
+from pat_vllm.predictor.draft_schedule import ngram_config
 
 POSITIONS = 4096
 """Of the random models: as many tokens as a request may have."""

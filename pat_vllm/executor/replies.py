@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import vllm.envs as envs
 from vllm.v1.executor.multiproc_executor import WorkerProc
 
-from pat_vllm import rpc
+from pat_vllm.executor import rpc
 from pat_vllm.executor.messages import CallFailed
 from pat_vllm.executor.readers import reader_of, wait_for_any
 

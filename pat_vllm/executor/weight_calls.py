@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm.logger import init_logger
 
-from pat_vllm.rpc import WORKER_METHODS
+from pat_vllm.executor.rpc import WORKER_METHODS
 
 logger = init_logger(__name__)
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from pat_vllm.kinds import Kinds, StateKind
+from pat_vllm.models.kinds import Kinds, StateKind
 from pat_vllm.layout import Layout
 
 ROUNDS = 32

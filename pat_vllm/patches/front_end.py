@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from pat_vllm.patches.replacing import replace
-from pat_vllm.text_only import command_without_vision_and_audio
+from pat_vllm.start.text_only import command_without_vision_and_audio
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig, VllmConfig

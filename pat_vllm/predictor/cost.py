@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 
-from pat_vllm.kinds import Kinds, carried_tokens
+from pat_vllm.models.kinds import Kinds, carried_tokens
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.state import Floats
 from pat_vllm.profiling.samples import Profile, SwitchSample

@@ -21,7 +21,7 @@ from vllm.version import __version__ as vllm_version
 
 from pat_vllm import __version__
 from pat_vllm.config import layouts_of
-from pat_vllm.limits import limits_by_tp
+from pat_vllm.start.limits import limits_by_tp
 from pat_vllm.worker.drafters import history_bytes
 from pat_vllm.worker.layout_config import lengths_of
 

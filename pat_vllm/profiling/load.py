@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 
 from pat_vllm.config import layouts_of
-from pat_vllm.layer_sizes import routing_of
+from pat_vllm.models.layer_sizes import routing_of
 from pat_vllm.layout import Layout
-from pat_vllm.limits import limits_by_tp
+from pat_vllm.start.limits import limits_by_tp
 from pat_vllm.profiling import cache as profile_cache
 from pat_vllm.profiling.grid import POINTS, EngineLimits, Plan
 from pat_vllm.profiling.key import by_name, profile_key, title

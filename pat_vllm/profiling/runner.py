@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from pat_vllm.executor.messages import PATSchedulerOutput, SwitchCommand
-from pat_vllm.kinds import NULL_BLOCK
+from pat_vllm.models.kinds import NULL_BLOCK
 from pat_vllm.kv_transfer.plan import RequestBlocks, plan_moves
 from pat_vllm.layout import Layout
 from pat_vllm.profiling import quality
 from pat_vllm.profiling.grid import Plan, StepPoint, SwitchPoint, estimate
 from pat_vllm.profiling.samples import StepSample, StepShape, SwitchSample
 from pat_vllm.profiling.synthetic_steps import SyntheticSteps
-from pat_vllm.routing import RequestPlacement, spread
+from pat_vllm.scheduler.routing import RequestPlacement, spread
 from pat_vllm.worker.synthetic import (
     FIRST_BLOCK,
     SyntheticRequest,

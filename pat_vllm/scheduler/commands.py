@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from pat_vllm.profiling import load
-from pat_vllm.rpc import (
+from pat_vllm.executor.rpc import (
     PROFILE_COMMAND,
     REPORT_COMMAND,
     SPECULATE_COMMAND,

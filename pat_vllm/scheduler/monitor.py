@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pat_vllm.reporting import EngineHistory, RefusedSwitch, SwitchReport
     from pat_vllm.scheduler.draft_rows import DraftRows
     from pat_vllm.scheduler.replica import Replica
-    from pat_vllm.turns import Turns
+    from pat_vllm.scheduler.turns import Turns
 
 
 class Monitor:

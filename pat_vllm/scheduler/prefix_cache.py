@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 
-from pat_vllm.chains import Chain, PlacedChain, Run, fill
-from pat_vllm.kinds import densest, longest_hit
+from pat_vllm.scheduler.chains import Chain, PlacedChain, Run, fill
+from pat_vllm.models.kinds import densest, longest_hit
 from pat_vllm.kv_transfer.plan import RequestBlocks
-from pat_vllm.routing import RequestPlacement, spread
+from pat_vllm.scheduler.routing import RequestPlacement, spread
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock

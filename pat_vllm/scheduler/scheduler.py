@@ -10,7 +10,7 @@ from vllm.multimodal import MULTIMODAL_REGISTRY, MultiModalRegistry
 from vllm.v1.core.sched.interface import PauseState, SchedulerInterface
 
 from pat_vllm.executor.messages import PATGrammarOutput, PATSchedulerOutput
-from pat_vllm.limits import limits_by_tp
+from pat_vllm.start.limits import limits_by_tp
 from pat_vllm.patches.schedulers import make_room_for_grammars
 from pat_vllm.scheduler.build import build
 from pat_vllm.scheduler.commands import register_commands

@@ -1,7 +1,7 @@
 """What a switch of a simulated engine carries to the replicas of another layout. Pure.
 
 Live requests come first. The memory that they leave gets the contexts of ended turns, as from
-`pat_vllm/chains.py`: what a request continues is no context of its own any more. Which of them will
+`pat_vllm/scheduler/chains.py`: what a request continues is no context of its own any more. Which of them will
 be continued is not known, so that the last turns' are carried, too.
 
 An engine asks first whether carrying them pays (`CostModel.least_chance`), by the chance that it
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pat_vllm.layout import Layout
-from pat_vllm.routing import RequestPlacement, spread
+from pat_vllm.scheduler.routing import RequestPlacement, spread
 from pat_vllm.simulator.simulated_replica import SimulatedReplica
 from pat_vllm.simulator.simulated_requests import SimulatedRequests
 

@@ -22,7 +22,7 @@ from pat_vllm.predictor.policy import Policy
 from pat_vllm.predictor.state import Ints, LiveRequests, LiveState
 from pat_vllm.profiling.samples import Profile
 from pat_vllm.reporting import LiveSample, SwitchReport
-from pat_vllm.routing import Router
+from pat_vllm.scheduler.routing import Router
 from pat_vllm.simulator.carrying import carry
 from pat_vllm.simulator.ground_truth import GroundTruth
 from pat_vllm.simulator.simulated_replica import SimulatedReplica

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, cast
 import torch
 from vllm.config import CUDAGraphMode, set_current_vllm_config
 
-from pat_vllm.gpus import GiB
-from pat_vllm.kinds import fewest_heads
-from pat_vllm.memory.estimate import num_regions, staged_share
+from pat_vllm.start.gpus import GiB
+from pat_vllm.models.kinds import fewest_heads
+from pat_vllm.start.memory_estimate import num_regions, staged_share
 from pat_vllm.patches.groups import capture_without_ipc
 from pat_vllm.patches.runners import (
     attention_workspace,

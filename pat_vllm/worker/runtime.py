@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.platforms import current_platform
 
-from pat_vllm.kinds import class_of, served
+from pat_vllm.models.kinds import class_of, served
 from pat_vllm.kv_transfer.connector import PATConnector
 from pat_vllm.kv_transfer.kv_buffer import SharedKVBuffer
 from pat_vllm.kv_transfer.plan import EXCHANGE_CHANNELS

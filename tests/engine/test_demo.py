@@ -17,7 +17,7 @@ from tests.unit.cli.test_demo import demo_command
 def test_demo_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its processes start sooner than for users."""
     started_by = SimpleNamespace(Popen=Program, STDOUT=None)
-    monkeypatch.setattr("pat_vllm.child.subprocess", started_by)
+    monkeypatch.setattr("pat_vllm.doctor.child.subprocess", started_by)
     check_demo("qwen3", (), tmp_path, monkeypatch)
 
 

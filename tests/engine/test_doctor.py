@@ -29,7 +29,7 @@ def doctor(folder: Path, *options: str) -> tuple[Report, str]:
 def from_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes start sooner than for users."""
     started_by = SimpleNamespace(Popen=Program, STDOUT=None)
-    monkeypatch.setattr("pat_vllm.child.subprocess", started_by)
+    monkeypatch.setattr("pat_vllm.doctor.child.subprocess", started_by)
 
 
 def test_a_healthy_machine(from_server: None, tmp_path: Path) -> None:

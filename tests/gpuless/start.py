@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pat_vllm.known_models import MODEL_SHAPES
+from pat_vllm.models.known_models import MODEL_SHAPES
 from tests.gpuless.meta_device import note_python_operators
 from tests.gpuless.programs import answer, in_child
 

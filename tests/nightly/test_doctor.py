@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pat_vllm.child import ChildResult, run_module
+from pat_vllm.doctor.child import ChildResult, run_module
 from pat_vllm.doctor import stages
 from tests.engine.test_doctor import doctor, from_server
 from tests.gpuless.compiled import LITE

@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from pat_vllm.child import Events
+from pat_vllm.doctor.child import Events
 
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
 """A process that does not end with the one that has started it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pat_vllm.kinds import FullAttention, StateKind
+from pat_vllm.models.kinds import FullAttention, StateKind
 
 
 def full(heads: int, block_size: int = 16) -> tuple[StateKind, ...]:

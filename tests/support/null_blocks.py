@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 import pat_vllm
-from pat_vllm.kinds import NULL_BLOCK
+from pat_vllm.models.kinds import NULL_BLOCK
 from pat_vllm.layout import Layout
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pat_vllm.config import PATConfig, default_layout, with_own_files
 from pat_vllm.layout import Layout
-from pat_vllm.moe_config import MoEConfig
+from pat_vllm.models.moe_config import MoEConfig
 from pat_vllm.predictor.cost import CostModel
 from pat_vllm.predictor.state import LiveState
 from pat_vllm.scheduler.make_policy import make_policy

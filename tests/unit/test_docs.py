@@ -13,7 +13,7 @@ import pytest
 import typer
 
 from pat_vllm.cli import app
-from pat_vllm.refused import RULES, Rule
+from pat_vllm.start.refused import RULES, Rule
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("pat_vllm", "integrations/verl", "integrations/openrlhf")

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pat_vllm import rpc
+from pat_vllm.executor import rpc
 
 PAT_COMMANDS = {getattr(rpc, name) for name in dir(rpc) if name.endswith("_COMMAND")}
 

@@ -26,7 +26,7 @@ from typing import IO, Any
 
 from benchmarks.gpu.bare.receive import KEPT, SITES
 from benchmarks.gpu.known import write_config
-from pat_vllm.known_models import MODEL_SHAPES
+from pat_vllm.models.known_models import MODEL_SHAPES
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
@@ -103,7 +103,7 @@ def check_shape(arguments: Sequence[str], site: Path) -> None:
     """
     # What these import has travelled, too.
     from pat_vllm.cli.doctor_models import SHAPES
-    from pat_vllm.model_classes import MIXTURES
+    from pat_vllm.models.model_classes import MIXTURES
 
     for option, shape in itertools.pairwise(arguments):
         mixture = option == "--shape" and shape in SHAPES and SHAPES[shape].arch in MIXTURES

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pat_vllm.config import PATConfig
-from pat_vllm.draft_schedule import DRAFTERS
+from pat_vllm.predictor.draft_schedule import DRAFTERS
 from pat_vllm.files.reading import read_json_object
 
 NAME = "pat"

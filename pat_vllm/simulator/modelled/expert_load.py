@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from pat_vllm.layer_sizes import ExpertSizes
+from pat_vllm.models.layer_sizes import ExpertSizes
 from pat_vllm.predictor.state import Floats
 
 _LAYERS = 64

@@ -13,15 +13,15 @@ from datetime import UTC, datetime
 from itertools import permutations, product
 from pathlib import Path
 
-from pat_vllm.checkpoint import NamedConfig, named_config
-from pat_vllm.gpus import GPUS, NODE_SIZE, Device, GiB, gpu_named
-from pat_vllm.layer_sizes import routing_of
+from pat_vllm.models.checkpoint import NamedConfig, named_config
+from pat_vllm.start.gpus import GPUS, NODE_SIZE, Device, GiB, gpu_named
+from pat_vllm.models.layer_sizes import routing_of
 from pat_vllm.layout import Layout
-from pat_vllm.limits import Limits
-from pat_vllm.memory.buffers import EngineShape
-from pat_vllm.memory.estimate import estimate, static_engine
-from pat_vllm.model_size import ModelSize
-from pat_vllm.moe_config import MoEConfig, WantedExperts
+from pat_vllm.start.limits import Limits
+from pat_vllm.start.buffers import EngineShape
+from pat_vllm.start.memory_estimate import estimate, static_engine
+from pat_vllm.models.model_size import ModelSize
+from pat_vllm.models.moe_config import MoEConfig, WantedExperts
 from pat_vllm.profiling.samples import Profile, StepSample, StepShape, SwitchSample
 from pat_vllm.simulator.modelled.roofline import (
     COMPUTE_EFFICIENCY,
@@ -70,7 +70,7 @@ def modelled_profile(
         ranks: GPUs, connected as this GPU usually is.
         layouts: tensor-parallel sizes to consider; powers of two when not given. Those that cannot
             split the model, span nodes or leave no memory for KV are left out.
-        max_num_seqs: of a rank; a replica's follows its ranks (`pat_vllm/limits.py`).
+        max_num_seqs: of a rank; a replica's follows its ranks (`pat_vllm/start/limits.py`).
         draft_lengths: those that decode steps are modelled for beside 0.
         drafting: seconds that a drafter adds to a step in which it runs; an assumption.
         experts: of a mixture, how they lie in layouts with tp > 1, as PAT's option.

@@ -28,10 +28,10 @@ from pat_vllm.advice.simulations import (
     seconds_of,
 )
 from pat_vllm.advice.verdict import Advice, advise
-from pat_vllm.checkpoint import named_config
+from pat_vllm.models.checkpoint import named_config
 from pat_vllm.config import PATConfig
-from pat_vllm.draft_schedule import Schedule
-from pat_vllm.known_models import MODEL_SHAPES
+from pat_vllm.predictor.draft_schedule import Schedule
+from pat_vllm.models.known_models import MODEL_SHAPES
 from pat_vllm.layout import Layout
 from pat_vllm.profiling.samples import Profile
 from pat_vllm.simulator.modelled.hardware import modelled_profile

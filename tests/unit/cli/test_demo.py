@@ -22,7 +22,7 @@ from pat_vllm.cli.demo_batch import (
 from pat_vllm.cli.engine_run import RESULT, Batch, RunFailed, RunResult, RunSpec
 from pat_vllm.config import PATConfig
 from pat_vllm.layout import Layout
-from pat_vllm.moe_config import MoEConfig
+from pat_vllm.models.moe_config import MoEConfig
 from pat_vllm.policy_config import SchedulePolicyConfig
 from pat_vllm.reporting import DraftSample, LiveSample, Report, SwitchReport
 from tests.support.command_line import invoke

@@ -14,7 +14,7 @@ from pat_vllm.cli import doctor_models
 from pat_vllm.cli.random_config import RandomModel, fields_of
 from pat_vllm.doctor.doctor_options import Options
 from pat_vllm.doctor.report import REPORT, Check, Report, Stage, without_names
-from pat_vllm.known_models import MODEL_SHAPES
+from pat_vllm.models.known_models import MODEL_SHAPES
 from tests.support.command_line import invoke
 
 STAGES = (

@@ -19,7 +19,7 @@ from pat_vllm.doctor.environment import (
     incompatible_packages,
 )
 from pat_vllm.doctor.report import Check
-from pat_vllm.gpus import GPUS
+from pat_vllm.start.gpus import GPUS
 
 LLAMA_70B = {
     **{"model_type": "llama", "hidden_size": 8192, "num_hidden_layers": 80},

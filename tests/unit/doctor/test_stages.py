@@ -11,7 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from pat_vllm.child import ChildResult
+from pat_vllm.doctor.child import ChildResult
 from pat_vllm.doctor import stages
 from pat_vllm.doctor.doctor_options import Options
 from pat_vllm.doctor.engine import REFERENCES, TASK, Task
@@ -19,7 +19,7 @@ from pat_vllm.doctor.environment import FACTS, EnvironmentFacts
 from pat_vllm.doctor.report import Stage
 from pat_vllm.doctor.stages import explain, run_stages
 from pat_vllm.doctor.tasks import Models
-from pat_vllm.known_models import MODEL_SHAPES
+from pat_vllm.models.known_models import MODEL_SHAPES
 from tests.unit.doctor.test_compare import REFERENCE
 from tests.unit.doctor.test_environment import GPU, ON_CPU, ON_GPUS
 

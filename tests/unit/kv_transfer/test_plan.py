@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pat_vllm.kinds import (
+from pat_vllm.models.kinds import (
     ChunkedAttention,
     FullAttention,
     Kinds,

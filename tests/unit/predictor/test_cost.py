@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pat_vllm.kinds import FullAttention, LinearAttention, SlidingWindow
+from pat_vllm.models.kinds import FullAttention, LinearAttention, SlidingWindow
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.cost import CostModel
 from pat_vllm.profiling.samples import Profile, StepSample, StepShape, SwitchSample

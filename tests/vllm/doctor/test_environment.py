@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from pat_vllm.child import Events
+from pat_vllm.doctor.child import Events
 from pat_vllm.doctor.environment import (
     FACTS,
     EnvironmentFacts,
     environment_checks,
     inspect_environment,
 )
-from pat_vllm.model_size import ModelSize
+from pat_vllm.models.model_size import ModelSize
 from tests.support.models import random_model
 
 MISTRAL = """{

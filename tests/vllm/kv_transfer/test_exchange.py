@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from pat_vllm.kinds import SlidingWindow
+from pat_vllm.models.kinds import SlidingWindow
 from pat_vllm.kv_transfer import shared_memory
 from pat_vllm.kv_transfer.exchange import CollectiveTransport, Exchange, Part
 from pat_vllm.kv_transfer.plan import ROUNDS, BlockMove, RankMoves, RequestBlocks, plan_moves

@@ -35,7 +35,7 @@ from pat_vllm.scheduler import switch as switch_module
 from pat_vllm.scheduler import switch_plan
 from pat_vllm.scheduler.draft_rows import DraftRows
 from pat_vllm.scheduler.monitor import Monitor
-from pat_vllm.turns import Turns
+from pat_vllm.scheduler.turns import Turns
 from tests.unit.metrics.test_metric_updates import (
     LAYOUTS,
     OF_VLLM,

@@ -18,7 +18,7 @@ from vllm.v1.request import RequestStatus
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from pat_vllm.draft_schedule import Schedule, draft_lengths, every_length
+from pat_vllm.predictor.draft_schedule import Schedule, draft_lengths, every_length
 from pat_vllm.executor.executor import StepResult
 from pat_vllm.layout import Layout
 from pat_vllm.profiling.samples import StepShape
@@ -30,7 +30,7 @@ from pat_vllm.scheduler.scheduler import PATScheduler
 from pat_vllm.scheduler.speculation import DraftLengths, lengths_to_plan
 from pat_vllm.scheduler.stats import add_spec_decoding_stats
 from pat_vllm.scheduler.switch import PlanningFailed
-from pat_vllm.turns import Turns
+from pat_vllm.scheduler.turns import Turns
 from tests.vllm.scheduler.protocol import SPECULATIVE, check_storm
 from tests.vllm.scheduler.test_scheduler import no_plan
 from tests.vllm.without_workers import answer, engine_config, pat_scheduler, request

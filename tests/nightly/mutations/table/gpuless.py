@@ -83,9 +83,9 @@ MUTATIONS = mutations({
         ("nothing keeps the pool", "worker.late_memory:_kept_graph_pool", "with torch.cuda.graph(graph, pool=pool, stream=stream):", "if pool:"),
         ("the pool is kept for ever", "worker.late_memory:_kept_graph_pool", "torch.accelerator.empty_cache()", "pass"),
         ("the pool is handed out after it is gone", "patches.replacing:replaced", "setattr(owner, name, original)", "pass"),
-        ("the buffers of every layout are counted", "memory.estimate:kv_cache_bytes", " - max(buffers)", ""),
-        ("activations of the base layout only", "memory.estimate:kv_cache_bytes", "max(layout.activations for layout in layouts)", "last.activations"),
-        ("a switch stages nothing", "memory.estimate:staged_share", "(sent + 2 / ROUNDS)", "0"),
+        ("the buffers of every layout are counted", "start.memory_estimate:kv_cache_bytes", " - max(buffers)", ""),
+        ("activations of the base layout only", "start.memory_estimate:kv_cache_bytes", "max(layout.activations for layout in layouts)", "last.activations"),
+        ("a switch stages nothing", "start.memory_estimate:staged_share", "(sent + 2 / ROUNDS)", "0"),
         ("a switch leaves weights as they are", "worker.worker:PATWorkerMixin.pat_switch", "self._weights.arrange(target.layout)", "0"),
         ("CUDA graphs: a KV buffer for each layout", "kv_transfer.kv_buffer:_Allocation.__torch_function__", "if self._shared.buffer is None:", "if True:"),
     ],
@@ -112,7 +112,7 @@ MUTATIONS = mutations({
         ("KV cache layouts are not looked at", "worker.layout_config:layout_kv_cache_config", "if tensor.block_stride != block or (", "if False and ("),
         ("strides are divided by the heads", "worker.layout_config:layout_kv_cache_config", "tensor.block_stride //= ratio", "tensor.block_stride //= ratio * ratio"),
         ("the base layout's views", "kv_transfer.kv_buffer:SharedKVBuffer.views", "kv_cache_config.num_blocks,", "1,"),
-        ("copied heads count", "kinds:StateKind.ratio", "len(self.heads_of(base, 0)) // len(self.heads_of(layout, 0))", "layout.tp // base.tp"),
+        ("copied heads count", "models.kinds:StateKind.ratio", "len(self.heads_of(base, 0)) // len(self.heads_of(layout, 0))", "layout.tp // base.tp"),
         ("vLLM is offered all that backends have", "worker.runtime:LayoutRuntime.check_kv_cache_layouts", "if name in KV_LAYOUTS", "if name"),
     ],
     "tests/gpuless/test_layouts_in_updates.py": [
@@ -133,7 +133,7 @@ MUTATIONS = mutations({
         ("a layout's config, which vLLM copies at start, is taken for an engine's", "plugin:_executor_class", "if layout_name(vllm_config) is not None:", "if False:"),
     ],
     "tests/gpuless/test_platforms.py::test_a_default_start_and_every_other_backend[rocm]": [
-        ("ROCm's own first choice", "support:_choose_attention_backend", "attention.backend is None", "False"),
+        ("ROCm's own first choice", "start.prepare:_choose_attention_backend", "attention.backend is None", "False"),
     ],
     "tests/gpuless/test_platforms.py::test_a_layout_compiles_for_the_ranges_of_stock_vllm[sm90]": [
         ("the engine's ranges", "worker.layout_config:layout_config", "_resize_compile_ranges(config, vllm_config)", "pass"),
@@ -143,10 +143,10 @@ MUTATIONS = mutations({
         ("the experts of all layouts have one shape", "weights.experts:what_slows", "layer: Any = experts ", "layer: Any = of_layouts[0][1] "),
     ],
     "tests/gpuless/test_platforms.py::test_served_or_refused[rocm-ROCM_ATTN-v2]": [
-        ("ROCM_ATTN passes the front end", "refused:_attention_backend", "backend.name in _PACKED_HEADS", "False"),
+        ("ROCM_ATTN passes the front end", "start.refused:_attention_backend", "backend.name in _PACKED_HEADS", "False"),
     ],
     "tests/gpuless/test_platforms.py::test_served_or_refused[rocm-TRITON_ATTN-v2]": [
-        ("one ratio too many", "kinds:StateKind.ratio", "len(self.heads_of(base, 0)) //", "2 * len(self.heads_of(base, 0)) //"),
+        ("one ratio too many", "models.kinds:StateKind.ratio", "len(self.heads_of(base, 0)) //", "2 * len(self.heads_of(base, 0)) //"),
     ],
     "tests/gpuless/test_platforms.py::test_served_or_refused[sm100-FLASHINFER-v2]": [
         ("alignment of blocks is compared", "worker.runtime:LayoutRuntime.check_kv_cache", "replace(specs[name], block_stride_alignment=alignment)", "specs[name]"),

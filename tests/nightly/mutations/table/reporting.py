@@ -102,9 +102,9 @@ MUTATIONS = mutations({
     "tests/vllm/doctor/test_environment.py::test_latent_and_linear_attention": [
         ("latent attention has the backend of others", "doctor.environment:_choices", "use_mla=latent", "use_mla=False"),
     ],
-    "tests/unit/test_child.py": [
-        ("what a killed process has started goes on", "child:_end_what_is_left", "os.killpg(process.pid, signal.SIGKILL)", "pass"),
-        ("a process that hangs is waited for", "child:run_module", "hangs = process.poll() is None", "hangs = False"),
+    "tests/unit/doctor/test_child.py": [
+        ("what a killed process has started goes on", "doctor.child:_end_what_is_left", "os.killpg(process.pid, signal.SIGKILL)", "pass"),
+        ("a process that hangs is waited for", "doctor.child:run_module", "hangs = process.poll() is None", "hangs = False"),
     ],
     "tests/vllm/cli/test_random_model.py": [
         ("layers write over the phrase of a model that repeats itself", "cli.random_model:_repeat", "weight[:phrase] = 0", "pass"),

@@ -24,7 +24,7 @@ MUTATIONS = mutations({
     "tests/unit/simulator/test_expert_layouts.py": [
         ("a switch between kinds moves KV", "simulator.simulated_engine:SimulatedEngine.switch", " * (not source.shares_kv(target))", ""),
         ("steps of both kinds look alike", "predictor.step_residual:features_of", 'layout.experts == "ep"', "0"),
-        ("requests stay whatever the layout", "routing:spread", "source.shares_kv(target)", "True"),
+        ("requests stay whatever the layout", "scheduler.routing:spread", "source.shares_kv(target)", "True"),
         ("KV costs time between kinds", "predictor.cost:CostModel._linear", "source.shares_kv(target)", "False"),
         ("a switch tells of another kind", "predictor.cost:CostModel.observe", "report.source, report.target", "report.source, Layout(report.target.tp, report.target.replicas)"),
     ],

@@ -13,12 +13,12 @@ from pat_vllm.advice.advise_options import AdviseOptions
 from pat_vllm.advice.rollouts import rollouts_of
 from pat_vllm.config import PATConfig
 from pat_vllm.doctor.arithmetic import check_memory, engine_shape
-from pat_vllm.gpus import GPUS, Device
-from pat_vllm.known_models import MODEL_SHAPES
+from pat_vllm.start.gpus import GPUS, Device
+from pat_vllm.models.known_models import MODEL_SHAPES
 from pat_vllm.layout import Layout
-from pat_vllm.memory.buffers import EngineShape
-from pat_vllm.memory.estimate import estimate
-from pat_vllm.model_size import ModelSize
+from pat_vllm.start.buffers import EngineShape
+from pat_vllm.start.memory_estimate import estimate
+from pat_vllm.models.model_size import ModelSize
 from pat_vllm.simulator.modelled import choice
 from pat_vllm.simulator.modelled.batch_time import Load
 from pat_vllm.simulator.modelled.choice import Choice, choose
@@ -225,7 +225,7 @@ CHOICES = {
 
 @pytest.mark.parametrize(("model", "gpu"), CHOICES)
 def test_advise_and_doctor_agree(monkeypatch: pytest.MonkeyPatch, model: str, gpu: str) -> None:
-    """At the same load. Engines: tests/vllm/test_layout_choice.py."""
+    """At the same load. Engines: tests/vllm/start/test_layout_choice.py."""
     config, device = CONFIGS[model], GPUS[gpu].device
     monkeypatch.setitem(MODEL_SHAPES, model, config)  # type: ignore[arg-type]
     given = {"max_model_len": LONGEST}

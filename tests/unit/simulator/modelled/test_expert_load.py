@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pat_vllm.gpus import GPUS
-from pat_vllm.known_models import MODEL_SHAPES
-from pat_vllm.layer_sizes import ExpertSizes
+from pat_vllm.start.gpus import GPUS
+from pat_vllm.models.known_models import MODEL_SHAPES
+from pat_vllm.models.layer_sizes import ExpertSizes
 from pat_vllm.layout import Layout
-from pat_vllm.model_size import ModelSize
+from pat_vllm.models.model_size import ModelSize
 from pat_vllm.profiling.samples import Profile
 from pat_vllm.simulator.modelled.expert_load import ExpertLoad, busiest, hot_experts
 from pat_vllm.simulator.modelled.hardware import modelled_profile

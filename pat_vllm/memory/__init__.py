@@ -1,1 +1,0 @@
-"""What layouts take of a device's memory, and of pinned host memory. Pure."""

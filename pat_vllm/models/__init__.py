@@ -1,0 +1,1 @@
+"""What is known of models by their configs: kinds of state, sizes, classes."""

@@ -1,0 +1,80 @@
+"""What a checkpoint's `config.json` says, without vLLM. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pat_vllm.files.reading import read_json, read_json_object, shown
+from pat_vllm.models.known_models import MODEL_SHAPES
+from pat_vllm.models.layer_sizes import text_of
+from pat_vllm.models.model_classes import known_class
+from pat_vllm.models.model_rules import ModelFacts, refusal, refused_of
+
+WithDefaults = Callable[[Mapping[str, Any]], Mapping[str, Any] | None]
+"""The fields of the text model of a `config.json`, with those that it leaves out; None: nobody
+here knows them."""
+
+
+class NamedConfig(NamedTuple):
+    """The fields of a model's text model, and what to call it.
+
+    Attributes:
+        text_only: it has more than text, of which PAT serves the text alone.
+    """
+
+    fields: Mapping[str, Any]
+    name: str
+    text_only: bool = False
+
+
+def named_config(model: str, with_defaults: WithDefaults = lambda config: None) -> NamedConfig:
+    """A model, by a checkpoint's directory, the path of its `config.json`, or a name in
+    `MODEL_SHAPES`.
+
+    Raises:
+        ValueError: it is unknown, its file cannot be read or leaves out what sizes depend on, or an
+            engine with PAT refuses it.
+    """
+    if (path := config_file(model)) is None:
+        if model not in MODEL_SHAPES:
+            raise ValueError(
+                f"model {shown(model)} is unknown; allowed are {', '.join(MODEL_SHAPES)}, or a "
+                "path of a checkpoint or of its config.json"
+            )
+        return NamedConfig(MODEL_SHAPES[model], model)
+    config = read_json_object(path, "model config")
+    # As vLLM: ModelOpt had it in a file of its own once.
+    beside = path.with_name("hf_quant_config.json")
+    if config.get("quantization_config") is None and beside.is_file():
+        config["quantization_config"] = read_json_object(beside, "quantization")
+    resolved = with_defaults(config)
+    fields = text_of(config) if resolved is None else resolved
+    facts = ModelFacts.of_file(model, config, fields, _pools(path.with_name("modules.json")))
+    if refused := refused_of(facts):
+        raise ValueError(refusal(refused))
+    left_out = [] if resolved is not None else known_class(fields).left_out(fields)
+    if left_out:
+        raise ValueError(
+            f"model config {path} leaves out {', '.join(left_out)}, whose values transformers "
+            "knows, which is not installed or does not know the model; install it (pip install "
+            "transformers), or write them into the file"
+        )
+    has_more = any(isinstance(config.get(part), dict) for part in ("text_config", "vision_config"))
+    return NamedConfig(fields, path.resolve().parent.name, has_more)
+
+
+def _pools(modules: Path) -> bool:
+    """Whether a checkpoint is made for Sentence Transformers, by its list of modules."""
+    found = read_json(modules, "modules") if modules.is_file() else None
+    kinds = [each.get("type") for each in found or () if isinstance(each, dict)]
+    return any(str(kind).endswith(".Pooling") for kind in kinds)
+
+
+def config_file(model: str) -> Path | None:
+    """The config.json of a checkpoint, which `model` may be the path of; None for a name."""
+    path = Path(model)
+    if path.is_dir():
+        return path / "config.json"
+    return path if path.suffix == ".json" else None

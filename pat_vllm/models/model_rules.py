@@ -1,0 +1,166 @@
+"""What PAT refuses of models: `MODEL_RULES`, in one place for engines and for `advise`. Pure.
+
+`refused.py` has what it refuses of vLLM's options beside that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pat_vllm.models.layer_sizes import experts_of, has_states, linear_heads, names_experts
+from pat_vllm.models.model_classes import class_name
+
+_DECODERS = "decoder-only models with full, sliding or latent attention"
+_POOLING = ("Model", "Classification", "ForTextEncoding", "ForRewardModeling")
+"""Ends of the names of vLLM's classes that do not generate."""
+_GENERATING = ("ForCausalLM", "ForConditionalGeneration", "ChatModel", "LMHeadModel")
+_MODELOPT = {"FP8": "modelopt", "FP8_PER_CHANNEL_PER_TOKEN": "modelopt", "FP8_PB_WO": "modelopt"}
+_MODELOPT |= {"NVFP4": "modelopt_fp4"}
+
+Refused = list[tuple[str, Any, str]]
+"""Options, or kinds of models, that are refused: (option, value, what is allowed)."""
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What the rules look at: of an engine's config, or of a `config.json`.
+
+    Attributes:
+        name: as its user gives it.
+        fields: of its text model's `config.json`.
+        runner: vLLM's, "generate" or another.
+        quantization: of the weights; None: there is none.
+        is_mixture: it has experts.
+        has_states: some layers have states, as in Mamba or linear attention, in place of a KV cache
+            or beside it.
+    """
+
+    name: str
+    fields: Mapping[str, Any]
+    runner: str = "generate"
+    quantization: Any = None
+    is_encoder_decoder: bool = False
+    is_mixture: bool = False
+    has_states: bool = False
+
+    @classmethod
+    def of_file(
+        cls, name: str, config: Mapping[str, Any], fields: Mapping[str, Any], pools: bool = False
+    ) -> ModelFacts:
+        """Of a checkpoint, without vLLM.
+
+        Args:
+            config: contents of its `config.json`.
+            fields: of its text model, with defaults where they are known.
+            pools: it is made for Sentence Transformers.
+        """
+        class_ = class_name(config)
+        pools |= not class_.endswith(_GENERATING) and class_.endswith(_POOLING)
+        encoders = (part.get("is_encoder_decoder") is True for part in (config, fields))
+        return cls(
+            name,
+            fields,
+            runner="pooling" if pools else "generate",
+            quantization=quantization_of(config),
+            is_encoder_decoder=any(encoders),
+            is_mixture=names_experts(fields) is not None,
+            has_states=has_states(fields),
+        )
+
+
+def quantization_of(config: Mapping[str, Any]) -> Any:
+    """How the weights of a checkpoint are quantized, as vLLM's `quantization` names it, by the
+    contents of its `config.json`; None: they are not."""
+    places = (config, text if isinstance(text := config.get("text_config"), dict) else {})
+    names = ("quantization_config", "compression_config")
+    found = next((place[name] for place in places for name in names if place.get(name)), None)
+    if not isinstance(found, dict):
+        return found
+    method = str(found.get("quant_method") or "").lower()
+    if isinstance(own := found.get("quantization"), dict):  # ModelOpt's
+        method = _MODELOPT.get(str(own.get("quant_algo")).upper(), method)
+    if method == "mxfp4" and config.get("model_type") == "gpt_oss":
+        method = "gpt_oss_mxfp4"
+    return method.replace("compressed_tensors", "compressed-tensors") or None
+
+
+@dataclass(frozen=True)
+class ModelRule:
+    """A kind of model that PAT does not serve, or what it has to be in one of vLLM's options.
+
+    Attributes:
+        option: as users know it.
+        refused: the option's value if it is refused, else None.
+        allowed: what is allowed.
+        kind: which models it is about; "": all.
+        mixtures: whether it is about mixtures of experts only.
+    """
+
+    option: str
+    refused: Callable[[ModelFacts], Any]
+    allowed: str
+    kind: str = ""
+    mixtures: bool = False
+
+
+def _models(
+    kind: str,
+    is_refused: Callable[[ModelFacts], bool],
+    allowed: str = _DECODERS,
+    mixtures: bool = False,
+) -> ModelRule:
+    """Refuse a kind of model."""
+
+    def refused(model: ModelFacts) -> Any:
+        return f"{model.name} ({kind})" if is_refused(model) else None
+
+    return ModelRule("model", refused, allowed, kind, mixtures)
+
+
+RUNNER = ModelRule(
+    "runner", lambda model: None if model.runner == "generate" else model.runner, "generate"
+)
+QUANTIZATION = ModelRule(
+    "quantization",
+    lambda model: model.quantization,
+    "None (unquantized weights; of gpt-oss a bfloat16 checkpoint, not MXFP4)",
+)
+KINDS_OF_MODELS = (
+    _models(
+        "a mixture of experts",
+        lambda model: experts_of(model.fields) is None,
+        "models whose config has one number of experts and one width for all layers",
+        mixtures=True,
+    ),
+    _models("an encoder-decoder model", lambda model: model.is_encoder_decoder),
+    _models(
+        "a hybrid or Mamba model, but for Gated DeltaNet and Nemotron-H's Mamba2",
+        lambda model: model.has_states and not linear_heads(model.fields),
+        "Gated DeltaNet, of Qwen3-Next and Qwen3.5, and Mamba2, of Nemotron-H",
+    ),
+    _models(
+        "a model with sparse attention",
+        # Of DeepSeek V3.2 and V4, whose indexers have weights and a cache of their own.
+        lambda model: any(name in model.fields for name in ("index_topk", "compress_ratios")),
+    ),
+)
+MODEL_RULES = (RUNNER, QUANTIZATION, *KINDS_OF_MODELS)
+"""All that is refused of a model, in the order in which an error names it."""
+
+
+def refused_of(model: ModelFacts) -> Refused:
+    """What an engine would refuse of a model."""
+    return [
+        (rule.option, value, rule.allowed)
+        for rule in MODEL_RULES
+        if (model.is_mixture or not rule.mixtures) and (value := rule.refused(model)) is not None
+    ]
+
+
+def refusal(refused: Iterable[tuple[str, Any, str]]) -> str:
+    """The words of an error."""
+    return 'distributed_executor_backend="pat" does not support ' + "; ".join(
+        f"{option}={value!r} (allowed: {allowed})" for option, value, allowed in refused
+    )

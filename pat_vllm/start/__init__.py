@@ -1,0 +1,1 @@
+"""What becomes of a user's options before workers start."""

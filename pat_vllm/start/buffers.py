@@ -1,0 +1,145 @@
+"""What vLLM's model runners keep allocated, and what of it layouts share. Pure.
+
+Sizes are those of vLLM 0.32: `v1/worker/gpu_model_runner.py` and `gpu_input_batch.py` (V1),
+`v1/worker/gpu/` (V2). Named are buffers of more than 5 MiB in an engine of a model of 8 to 32
+billion parameters; what is smaller is summed up by request and by token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pat_vllm.config import PATConfig
+from pat_vllm.start.gpus import Link, MiB
+from pat_vllm.layout import Layout
+from pat_vllm.start.limits import Limits, layout_limits
+from pat_vllm.models.model_size import ModelSize
+
+FLASHINFER_WORKSPACE = 394 * MiB
+"""The least that FlashInfer's attention takes (`VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE`)."""
+_FLASHINFER_BYTES_PER_ELEMENT = 16
+_SAMPLING = 4 * (4 * 1024 + 3 * 128)
+"""Of a request (V2): its allowed and biased tokens and those of bad words, at most 1024 of each;
+its stop tokens, ends of bad words and tokens to score, at most 128 of each."""
+_OF_TOKEN = 40
+"""Of a token of a step: its id, position, slot and the like."""
+
+
+@dataclass(frozen=True)
+class EngineShape:
+    """The options of an engine that memory depends on; vLLM's names where it has them.
+
+    Attributes:
+        layouts: the base layout first; of a static engine, its one.
+        pat: PAT's options; those of them that limits depend on.
+        kv_cache_memory_bytes: of a rank; in place of what `gpu_memory_utilization` leaves.
+        enforce_eager: there are no CUDA graphs.
+        runner: vLLM's model runner, V2 by default on CUDA.
+        weights: PAT's option, resolved.
+        migrates: whether switches carry KV between ranks.
+        attention: the backend, where it keeps large buffers.
+        num_speculative_tokens: the most draft tokens; 0 without speculation.
+        link: what connects the GPUs; None: not known.
+    """
+
+    layouts: tuple[Layout, ...]
+    pat: PATConfig = field(default_factory=PATConfig)
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    max_model_len: int = 32768
+    block_size: int = 16
+    gpu_memory_utilization: float = 0.92
+    kv_cache_memory_bytes: int | None = None
+    enforce_eager: bool = False
+    runner: Literal["V1", "V2"] = "V2"
+    weights: Literal["inplace", "materialized"] = "inplace"
+    migrates: bool = True
+    attention: Literal["FLASH_ATTN", "FLASHINFER", "CPU_ATTN"] = "FLASH_ATTN"
+    num_speculative_tokens: int = 0
+    link: Link | None = None
+
+    def limits(self, layout: Layout) -> Limits:
+        """What a replica of a layout runs at once."""
+        given = Limits(self.max_num_seqs, self.max_num_batched_tokens)
+        return layout_limits(layout, given, self.pat, 1 + self.num_speculative_tokens, self.link)
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """Something that a model runner allocates once. Bytes.
+
+    Attributes:
+        device: on the device.
+        pinned: host memory that the device can read. Where there is some of both, one is a copy of
+            the other.
+        pageable: other host memory.
+        shared: the layouts have it in common; the largest counts.
+        with_kv: allocated with the KV cache, after vLLM has measured what a layout takes.
+    """
+
+    device: int = 0
+    pinned: int = 0
+    pageable: int = 0
+    shared: bool = False
+    with_kv: bool = False
+
+    @property
+    def on_cpu(self) -> int:
+        """What it takes where the device is the CPU, which needs no copy."""
+        return max(self.device, self.pinned) + self.pageable
+
+
+def runner_buffers(model: ModelSize, engine: EngineShape, layout: Layout) -> list[Buffer]:
+    """What the model runner of a layout keeps."""
+    limits = engine.limits(layout)
+    seqs, tokens = limits.max_num_seqs, limits.max_num_batched_tokens
+    drafts = engine.num_speculative_tokens
+    token_ids = 4 * seqs * engine.max_model_len
+    table = 4 * seqs * -(-engine.max_model_len // engine.block_size)
+    small = _OF_TOKEN * tokens
+    if engine.runner == "V2":
+        mask = -(-model.vocab // 32)
+        buffers = [
+            # A drafter on the device has them there.
+            Buffer(token_ids if drafts else 0, 0 if drafts else token_ids, shared=True),
+            # Penalties: a counter and a bit for each token of the vocabulary.
+            Buffer(4 * seqs * (model.vocab + mask), shared=True),
+            # The bitmask of grammars.
+            Buffer(4 * seqs * (1 + drafts) * mask, shared=True),
+            # Of all requests, and of those of a step.
+            Buffer(2 * table, with_kv=True),
+            Buffer(seqs * _SAMPLING + small),
+        ]
+    else:
+        embeddings = tokens * model.hidden * model.dtype_bytes
+        searched = token_ids if drafts else 0
+        buffers = [
+            Buffer(embeddings, embeddings, shared=True),
+            Buffer(searched, shared=True),
+            Buffer(table, table),
+            Buffer(small, small, pageable=5 * token_ids // 4),
+        ]
+    if engine.attention == "FLASHINFER":
+        elements = tokens * (model.heads // layout.tp) * model.head_dim
+        workspace = max(FLASHINFER_WORKSPACE, elements * _FLASHINFER_BYTES_PER_ELEMENT)
+        buffers += [Buffer(workspace, shared=True, with_kv=True), Buffer(table, with_kv=True)]
+    if size := model.latent_workspace_bytes(engine.max_model_len, seqs, engine.block_size):
+        buffers.append(Buffer(size, shared=True, with_kv=True))
+    if size := model.expert_workspace_bytes(layout.tp, layout.experts == "ep", tokens):
+        # A process has one, which grows until the first graph is captured.
+        buffers.append(Buffer(0 if engine.attention == "CPU_ATTN" else size, shared=True))
+    return buffers
+
+
+def all_buffers(model: ModelSize, engine: EngineShape) -> list[list[Buffer]]:
+    """Of each layout, what it has to itself; the base layout's list has what is shared, too."""
+    every = [runner_buffers(model, engine, layout) for layout in engine.layouts]
+    # The runners of all layouts make the same buffers, in the same order.
+    shared = [
+        max(alike, key=lambda buffer: buffer.device + buffer.pinned)
+        for alike in zip(*every, strict=True)
+        if alike[0].shared
+    ]
+    own = [[buffer for buffer in buffers if not buffer.shared] for buffers in every]
+    return [shared + own[0], *own[1:]]

@@ -1,0 +1,94 @@
+"""How many requests and tokens a replica of each layout runs at once. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pat_vllm.config import PATConfig, chosen, layouts_of, pat_config
+from pat_vllm.start.gpus import Link
+from pat_vllm.layout import Layout
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+MOST_SEQS = 1024
+"""Requests beyond which a replica's limit does not grow with its ranks.
+
+It is vLLM's own default on large GPUs. What a model runner allocates for each request follows it:
+a counter for each token of the vocabulary, token ids up to the longest context, logits.
+"""
+MOST_BATCHED_TOKENS = 16384
+"""Tokens of a step beyond which a replica's limit does not grow with its ranks.
+
+It is vLLM's own default on large GPUs. Activations follow it. Over PCIe a step's tokens do not
+grow: all-reduces take the most of it, 134 MB each at 16384 tokens of Qwen3-8B, and such a step
+takes seconds, in which nobody decodes. A prompt takes as long in several short ones.
+"""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a replica runs at once, in requests and in tokens of a step; vLLM's names."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+def layout_limits(
+    layout: Layout,
+    given: Limits,
+    config: PATConfig,
+    tokens_per_seq: int = 1,
+    link: Link | None = None,
+) -> Limits:
+    """The limits of each replica of a layout.
+
+    They grow with the ranks of a replica, so that an engine takes the same number of requests in
+    every layout. They do not grow beyond `MOST_SEQS` and `MOST_BATCHED_TOKENS`, nor beyond the most
+    requests with which the policy enters the layout, and are never below what the user gave.
+
+    Args:
+        given: the engine's own, for a rank or for a replica (`PATConfig.limits_per`).
+        tokens_per_seq: of a request that decodes; more than 1 with speculative decoding. A step
+            has tokens for all requests, where the engine's own limits have.
+        link: what connects the engine's GPUs; None: not known.
+    """
+    if config.limits_per == "replica":
+        return given
+    enters_with = config.largest_batch(layout)
+    enough = MOST_SEQS if enters_with is None else min(MOST_SEQS, enters_with)
+    seqs = min(layout.tp * given.max_num_seqs, max(given.max_num_seqs, enough))
+    most = 0 if link == "pcie" else MOST_BATCHED_TOKENS
+    enough = max(given.max_num_batched_tokens, most, seqs * tokens_per_seq)
+    return Limits(seqs, min(layout.tp * given.max_num_batched_tokens, enough))
+
+
+def narrower_limit(given: int | None, layout: Layout, limit: int, config: PATConfig) -> int | None:
+    """A limit that a user may give below one of `Limits`; it grows with the ranks, too.
+
+    Args:
+        given: the engine's own; None: there is none.
+        limit: of the layout, below which it stays.
+    """
+    if given is None:
+        return None
+    return min(given * (layout.tp if config.limits_per == "rank" else 1), limit)
+
+
+def limits_of(vllm_config: VllmConfig, layout: Layout) -> Limits:
+    """The limits of a layout, by the config of its engine."""
+    scheduler = vllm_config.scheduler_config
+    return layout_limits(
+        layout,
+        Limits(scheduler.max_num_seqs, scheduler.max_num_batched_tokens),
+        pat_config(vllm_config),
+        tokens_per_seq=1 + vllm_config.num_speculative_tokens,
+        link=chosen(vllm_config).get("link"),
+    )
+
+
+def limits_by_tp(vllm_config: VllmConfig) -> Mapping[int, Limits]:
+    """Those of each of an engine's layouts, by tp."""
+    return {layout.tp: limits_of(vllm_config, layout) for layout in layouts_of(vllm_config)}

@@ -1,0 +1,257 @@
+"""What an engine takes of each device, and what is left for KV. Pure.
+
+One arithmetic for PAT's engines and for static ones. A worker on a GPU measures what is computed
+here (`worker/gpu_worker.py`), and sizes its KV cache by the same `kv_cache_bytes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from pat_vllm.start.gpus import Device, MiB
+from pat_vllm.kv_transfer.plan import EXCHANGE_CHANNELS, ROUNDS
+from pat_vllm.layout import Layout
+from pat_vllm.start.limits import Limits
+from pat_vllm.start.buffers import EngineShape, all_buffers
+from pat_vllm.models.model_size import ModelSize
+
+SYMMETRIC_MEMORY = {2: 64 * MiB, 4: 32 * MiB, 6: 64 * MiB, 8: 64 * MiB}
+CUSTOM_ALL_REDUCE = {2: 8 * MiB, 4: 8 * MiB, 6: MiB // 2, 8: MiB // 4}
+MULTICAST_ALL_GATHER = {2: 8 * MiB, 4: 4 * MiB, 6: 2 * MiB, 8: 2 * MiB}
+REDUCE_SCATTER = 16 * MiB
+"""Buffers of vLLM's communicators on compute capability 9.0, by ranks of a group."""
+_REGISTERED = 8 * MiB
+_MULTICAST_COPIES = 6
+_NCCL = 256 * MiB
+"""Of a group's NCCL communicator; an assumption."""
+FLASHINFER_ALL_REDUCE = {
+    "9.0": {2: 64 * MiB, 4: 2 * MiB, 8: MiB // 2},
+    "10.0": {2: 64 * MiB, 4: 32 * MiB, 8: MiB},
+    "10.3": {2: 64 * MiB, 4: 64 * MiB, 8: 4 * MiB},
+}
+"""Input of the all-reduce that vLLM fuses with norms, at most, by capability and ranks."""
+_FLASHINFER_COPIES = 6
+"""By a reading of FlashInfer 0.7, not measured: three buffers of a two-shot all-reduce's input and
+output."""
+_OF_CHANNEL = 9 * MiB // 2
+"""Of a channel of NCCL's to a peer; an assumption."""
+
+GRAPH_BYTES = 172 << 10
+"""Of a CUDA graph, for each layer and size; an assumption. It gives the 0.52 GiB that vLLM's log
+published of Qwen3-8B says, for 51 piecewise and 35 whole graphs (LMCache issue 3430)."""
+_LARGEST_GRAPH = 512
+
+
+class Measured(NamedTuple):
+    """What vLLM measured of one layout on a device, in bytes: what it would give to the KV cache,
+    were this the only layout and without CUDA graphs, and has set aside for the largest step."""
+
+    available: int
+    activations: int
+
+
+def kv_cache_bytes(
+    layouts: Sequence[Measured], graphs: int, buffers: Sequence[int], staged: float
+) -> int:
+    """What is left for the KV cache beside all that an engine of these layouts needs.
+
+    One layout runs at a time, so activations count once. A switch has no step beside it and may use
+    the memory of activations; what these lack for it is kept free.
+
+    Args:
+        layouts: in the order of their measurement, all on this device, where each left something.
+        graphs: bytes of the CUDA graphs of all layouts, in the pool that they share.
+        buffers: bytes that each layout allocates with its KV cache, after it was measured. vLLM
+            does not count its own; they lie in what `gpu_memory_utilization` leaves. So do those of
+            one layout here.
+        staged: share of the KV cache that a switch stages in the worst case.
+    """
+    last = layouts[-1]
+    left = last.available + last.activations - graphs - (sum(buffers) - max(buffers))
+    activations = max(layout.activations for layout in layouts)
+    available = left - activations
+    return available if available * staged <= activations else int(left / (1 + staged))
+
+
+def num_regions(layers: Iterable[int]) -> int:
+    """Regions of the KV cache, in each of which a layer of every group lies.
+
+    As vLLM's `_get_kv_cache_groups_uniform_page_size` divides layers into groups.
+
+    Args:
+        layers: of each kind.
+    """
+    counts = [count for count in layers if count]
+    few, many = min(counts), max(counts)
+    return many if many < 1.5 * few else few
+
+
+def staged_share(layouts: Sequence[Layout], num_kv_heads: int, num_regions: int) -> float:
+    """Share of the KV cache that a switch between any two layouts stages in the worst case.
+
+    That is a region, of a layer or of one of each group, to be sent to each rank that has the same
+    KV heads, in whole, and what one round sends and receives of it.
+    """
+    if len(layouts) == 1:
+        return 0.0
+    sent = max(1, max(layout.tp for layout in layouts) // num_kv_heads)
+    return (sent + 2 / ROUNDS) / num_regions
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """What one rank takes. Bytes.
+
+    Attributes:
+        requested: what vLLM may use, `gpu_memory_utilization` of the device.
+        weights: with the table of rotary embeddings.
+        swap_tables: which rows trade places between layouts.
+        communicators: of groups that do not span all ranks, one for each tp, for vLLM makes those
+            that do before it looks at what is free; FlashInfer's buffers of every group; and, of an
+            engine with several layouts, that by which KV moves.
+        buffers: of all model runners.
+        activations: of the largest step.
+        graphs: CUDA graphs of all layouts.
+        kv: the KV cache; below 0 where the rest has no room.
+        kv_tokens: that it holds in a replica, of the longest contexts, by tp; 0 where there is no
+            room.
+        pinned: host memory.
+    """
+
+    requested: int
+    weights: int
+    swap_tables: int
+    communicators: int
+    buffers: int
+    activations: int
+    graphs: int
+    kv: int
+    kv_tokens: dict[int, int]
+    pinned: int
+
+
+def estimate(model: ModelSize, engine: EngineShape, device: Device) -> RankMemory:
+    """What a rank of an engine takes: of PAT's, or of a static one (`static_engine`).
+
+    With weights in place, a rank holds the base layout's shard in every layout; with copies, each
+    layout's.
+    """
+    layouts = engine.layouts
+    in_place = engine.weights == "inplace"
+    held = layouts[:1] if in_place else layouts
+    weights = sum(model.weight_bytes(layout.tp, layout.experts == "ep") for layout in held)
+    weights += model.rotary_bytes
+    tables = model.swap_table_bytes(layouts) if in_place else 0
+    # Layouts of both kinds of experts share the group of a tp.
+    narrow = {layout.tp for layout in layouts if layout.tp > 1 and layout.replicas > 1}
+    groups = sum(communicator_bytes(tp, device) for tp in narrow)
+    # Unlike those, vLLM makes FlashInfer's buffers with the first graph.
+    groups += sum(flashinfer_bytes(tp, device) for tp in {layout.tp for layout in layouts})
+    if len(layouts) > 1 and engine.attention != "CPU_ATTN":
+        groups += exchange_bytes(layouts[0].world_size)
+    limits = [engine.limits(layout) for layout in layouts]
+    graphs = sum(_graph_bytes(model, engine, limit) for limit in limits)
+    buffers = all_buffers(model, engine)
+    early = sum(
+        buffer.device for of_layout in buffers for buffer in of_layout if not buffer.with_kv
+    )
+    late = [sum(buffer.device for buffer in of_layout if buffer.with_kv) for of_layout in buffers]
+    steps = [
+        model.step_bytes(layout.tp, limit.max_num_batched_tokens, limit.max_num_seqs)
+        for layout, limit in zip(layouts, limits, strict=True)
+    ]
+    block_size = model.block_size(layouts[0].tp, engine.block_size)
+    share = _kv_share(model, engine.max_model_len, block_size)
+    requested = int(device.memory * engine.gpu_memory_utilization)
+    free = requested - weights - tables - groups - early
+    staged = (
+        staged_share(layouts, model.kv_heads, num_regions(_layers_by_kind(model)))
+        if engine.migrates
+        else 0.0
+    )
+    kv = engine.kv_cache_memory_bytes or kv_cache_bytes(
+        [Measured(free - step, step) for step in steps], graphs, late, staged
+    )
+    return RankMemory(
+        requested=requested,
+        weights=weights,
+        swap_tables=tables,
+        communicators=groups,
+        buffers=early + sum(late),
+        activations=max(steps),
+        graphs=graphs,
+        kv=kv,
+        kv_tokens={
+            layout.tp: max(0, int(kv // (block_size * share * model.kv_bytes_per_token(layout.tp))))
+            * block_size
+            for layout in layouts
+        },
+        pinned=sum(buffer.pinned for of_layout in buffers for buffer in of_layout),
+    )
+
+
+def _layers_by_kind(model: ModelSize) -> tuple[int, int, int]:
+    """With full attention, with a window, with linear attention."""
+    whole = model.attention_layers - model.window_layers
+    return whole, model.window_layers, model.linear.layers if model.linear else 0
+
+
+def _kv_share(model: ModelSize, tokens: int, block_size: int) -> float:
+    """Memory of a context of so many tokens, by its KV if no layer had a window.
+
+    vLLM fills groups up to one size. Layers that are missing in a group take memory as well. Where
+    layers have linear attention, a context has two blocks of each of their groups, whatever its
+    length: that of its state, and one while the state goes to the next.
+    """
+    held = tokens, min(tokens, model.window + block_size), min(tokens, 2 * block_size)
+    of_kinds = _layers_by_kind(model)
+    size = num_regions(of_kinds)
+    slots = sum(
+        -(-layers // size) * size * each for layers, each in zip(of_kinds, held, strict=True)
+    )
+    return slots / (model.attention_layers * tokens)
+
+
+def static_engine(engine: EngineShape, layout: Layout) -> EngineShape:
+    """One of the static engines of a layout, with the limits that PAT's replicas have in it."""
+    return replace(engine, layouts=(Layout(layout.tp, 1, layout.experts),))
+
+
+def communicator_bytes(tp: int, device: Device) -> int:
+    """Device memory of a TP group's communicator, without FlashInfer's.
+
+    NCCL's; on compute capability 9.0 symmetric memory, and the custom all-reduce with its buffers
+    for gathering and scattering.
+    """
+    if tp not in SYMMETRIC_MEMORY or device.capability != "9.0":
+        return _NCCL
+    stage = max(MULTICAST_ALL_GATHER[tp] * tp, REDUCE_SCATTER)
+    custom = CUSTOM_ALL_REDUCE[tp] + REDUCE_SCATTER + _REGISTERED
+    return _NCCL + SYMMETRIC_MEMORY[tp] + custom + _MULTICAST_COPIES * stage
+
+
+def flashinfer_bytes(tp: int, device: Device) -> int:
+    """Device memory of FlashInfer's all-reduce in a TP group, where vLLM takes it by default."""
+    return _FLASHINFER_COPIES * FLASHINFER_ALL_REDUCE.get(device.capability, {}).get(tp, 0)
+
+
+def exchange_bytes(ranks: int) -> int:
+    """Device memory of the communicator of all ranks, which has channels to each other rank."""
+    return (ranks - 1) * EXCHANGE_CHANNELS * _OF_CHANNEL
+
+
+def _graph_bytes(model: ModelSize, engine: EngineShape, limits: Limits) -> int:
+    """CUDA graphs of a layout: piecewise ones up to two steps' tokens, whole ones of one step's."""
+    if engine.enforce_eager or engine.attention == "CPU_ATTN":
+        return 0
+    tokens = limits.max_num_seqs * (1 + engine.num_speculative_tokens)
+    captured = _captures(2 * tokens) + _captures(tokens)
+    return int(model.depth * captured * GRAPH_BYTES)
+
+
+def _captures(most: int) -> int:
+    """Sizes of at most so many tokens for which vLLM captures a graph."""
+    sizes = (1, 2, 4, *range(8, 256, 8), *range(256, _LARGEST_GRAPH + 1, 16))
+    return sum(size <= most for size in sizes)

@@ -1,0 +1,333 @@
+"""What PAT refuses of vLLM's options: `RULES`, and how a config is held against them and the
+rules about models (`model_rules.py`).
+
+docs/limits.md has the same table for users (`tests/unit/test_docs.py`), and each rule has a case in
+`tests/vllm/start/test_bad_input.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pat_vllm.predictor.draft_schedule import DRAFTERS
+from pat_vllm.models.layer_sizes import fields_of, linear_heads, may_have_experts
+from pat_vllm.layout import device_of
+from pat_vllm.models.model_rules import (
+    KINDS_OF_MODELS,
+    QUANTIZATION,
+    RUNNER,
+    ModelFacts,
+    ModelRule,
+    Refused,
+)
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+
+_PACKED_HEADS = frozenset({"ROCM_ATTN", "ROCM_SEGMENTED_ATTN", "B12X"})
+"""vLLM's attention backends that pack all KV heads of a block together, so that its bytes cannot be
+divided among blocks with fewer heads. The workers refuse others like them when they see the KV."""
+
+RUN_BY_TRITON = ("flashinfer_cutlass", "flashinfer_trtllm", "aiter")
+"""Values of `moe_backend` for unquantized experts in whose place PAT has Triton's kernels run."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """An option of vLLM's, or a kind of model, that PAT does not serve.
+
+    Attributes:
+        option: as users know it.
+        refused: the option's value in a config if it is refused, else None.
+        allowed: what is allowed, and why or what to do instead. "{ranks}" stands for the number of
+            the engine's ranks.
+        kind: of a rule about models, which models it is about.
+        mixtures: whether the rule is about mixtures of experts only.
+        linear: whether it is about models with linear attention only.
+    """
+
+    option: str
+    refused: Callable[[VllmConfig], Any]
+    allowed: str
+    kind: str = ""
+    mixtures: bool = False
+    linear: bool = False
+
+    @property
+    def name(self) -> str:
+        """The option, or the kind of model. No two rules have the same."""
+        return self.kind or self.option
+
+
+def unsupported(vllm_config: VllmConfig) -> Refused:
+    """Options that PAT cannot serve."""
+    ranks = vllm_config.parallel_config.world_size
+    model = facts_of(vllm_config.model_config) if vllm_config.model_config is not None else None
+    is_mixture = model is not None and model.is_mixture
+    is_linear = model is not None and linear_heads(model.fields) > 0
+    return [
+        (rule.option, value, rule.allowed.format(ranks=ranks))
+        for rule in RULES
+        if (is_mixture or not rule.mixtures)
+        and (is_linear or not rule.linear)
+        and (value := rule.refused(vllm_config)) is not None
+    ]
+
+
+def _at(vllm_config: VllmConfig, path: str) -> Any:
+    """The value at a path of attributes; None where a part of the path is None."""
+    value: Any = vllm_config
+    for name in path.split("."):
+        value = None if value is None else getattr(value, name)
+    return value
+
+
+def _other_than(path: str, *served: Any) -> Callable[[VllmConfig], Any]:
+    """Refuse what is set at a path and is none of these values."""
+
+    def refused(vllm_config: VllmConfig) -> Any:
+        value = _at(vllm_config, path)
+        return None if value in served else value
+
+    return refused
+
+
+def _equal(path: str, value: Any) -> Callable[[VllmConfig], Any]:
+    """Refuse this value at a path."""
+    return lambda vllm_config: value if _at(vllm_config, path) == value else None
+
+
+def _only(path: str, *served: Any, why: str = "", option: str = "", **kind: Any) -> Rule:
+    """Refuse all but these values at a path of attributes, which ends with the option's name.
+
+    Args:
+        option: its name, where the path ends with another.
+        kind: fields of `Rule`.
+    """
+    allowed = ", ".join(map(str, served)) or "None"
+    return Rule(
+        option or path.rpartition(".")[2],
+        _other_than(path, *served),
+        f"{allowed}: {why}" if why else allowed,
+        **kind,
+    )
+
+
+def _variable(name: str, served: Any, why: str = "", **kind: Any) -> Rule:
+    """Refuse all but this value of an environment variable of vLLM's."""
+
+    def refused(vllm_config: VllmConfig) -> Any:
+        import vllm.envs as envs
+
+        value = getattr(envs, name)
+        value = int(value) if isinstance(value, bool) else value  # as it was given
+        return None if value == served else value
+
+    return Rule(name, refused, f"{served}: {why}" if why else f"{served}", **kind)
+
+
+def _numa_bind(vllm_config: VllmConfig) -> Any:
+    """vLLM binds rank r to the node of GPU r."""
+    return True if vllm_config.parallel_config.numa_bind and _moves_ranks(vllm_config) else None
+
+
+def _nic_mapping(vllm_config: VllmConfig) -> Any:
+    """vLLM has rank r use the network card of GPU r, before PAT gives the rank its GPU."""
+    import vllm.envs as envs
+
+    mapping = getattr(envs, _NIC_MAPPING, "")  # 0.31 has none
+    return mapping if mapping and _moves_ranks(vllm_config) else None
+
+
+def _moves_ranks(vllm_config: VllmConfig) -> bool:
+    """Whether a rank has a GPU of another number."""
+    ranks = vllm_config.parallel_config.world_size
+    return any(device_of(rank, ranks) != rank for rank in range(ranks))
+
+
+def _lora(vllm_config: VllmConfig) -> Any:
+    return None if vllm_config.lora_config is None else True
+
+
+def _kv_events(vllm_config: VllmConfig) -> Any:
+    events = vllm_config.kv_events_config
+    return events if events is not None and events.enable_kv_cache_events else None
+
+
+def _attention_backend(vllm_config: VllmConfig) -> Any:
+    """`HPC_ATTN` finds its buffers by a layer's name, which the models of all layouts have."""
+    backend = vllm_config.attention_config.backend
+    if backend is not None and (backend.name in _PACKED_HEADS or backend.name == "HPC_ATTN"):
+        return backend.name
+    return None
+
+
+def _images(vllm_config: VllmConfig) -> Any:
+    """Where the limits of all modalities are 0, there is text alone without the option, too."""
+    model = vllm_config.model_config
+    if model is None or model.multimodal_config is None:
+        return None
+    only = model.multimodal_config.language_model_only
+    return False if not only and model.supports_multimodal_inputs else None
+
+
+def facts_of(model: ModelConfig) -> ModelFacts:
+    """What rules about models look at."""
+    fields = fields_of(model.hf_text_config)
+    return ModelFacts(
+        model.model,
+        fields,
+        runner=model.runner_type,
+        quantization=model.quantization,
+        is_encoder_decoder=model.is_encoder_decoder,
+        is_mixture=model.is_moe and may_have_experts(fields),
+        has_states=model.is_hybrid or model.has_inner_state or model.is_attention_free,
+    )
+
+
+def _of_model(rule: ModelRule) -> Rule:
+    """A rule about models, of an engine's."""
+
+    def refused(vllm_config: VllmConfig) -> Any:
+        model = vllm_config.model_config
+        return None if model is None else rule.refused(facts_of(model))
+
+    return Rule(rule.option, refused, rule.allowed, rule.kind, rule.mixtures)
+
+
+_NIC_MAPPING = "VLLM_GPU_NIC_PCIE_MAPPING"
+_KV_DTYPES = ("auto", "float16", "bfloat16", "float32")
+_ON_GPU = "layouts share weights on the GPU"
+_STAY = "a layout's experts stay where they are"
+
+RULES = (
+    *(
+        Rule(
+            option,
+            _other_than(f"parallel_config.{option}", 1),
+            "1 (PAT itself makes replicas of the N ranks)",
+        )
+        for option in (
+            "pipeline_parallel_size",
+            "data_parallel_size",
+            "decode_context_parallel_size",
+            "prefill_context_parallel_size",
+            "nnodes",
+        )
+    ),
+    Rule(
+        "numa_bind",
+        _numa_bind,
+        "False with {ranks} ranks, whose GPUs PAT gives out in another order than vLLM binds by; "
+        "bind the engine's process instead, e.g. numactl --cpunodebind",
+    ),
+    Rule(
+        _NIC_MAPPING,
+        _nic_mapping,
+        "unset with {ranks} ranks, whose GPUs PAT gives out in another order than vLLM takes cards "
+        "by; NCCL finds the nearest card itself",
+    ),
+    _variable(
+        "VLLM_ENABLE_STARTUP_PLAN", 0, "its KV cache would leave no memory for the other layouts"
+    ),
+    _variable(
+        "VLLM_USE_NCCL_SYMM_MEM",
+        0,
+        "vLLM sums over the ranks of one group in each process, whichever is active",
+    ),
+    _only(
+        "parallel_config.enable_batch_sharded_sampling",
+        False,
+        why="vLLM has checked it for the layout of all ranks only",
+    ),
+    _only(
+        "parallel_config.enable_fault_tolerance",
+        False,
+        why="a core that has failed would wait for orders; PAT's ends, and its callers are told",
+    ),
+    _only("offload_config.uva.cpu_offload_gb", 0, why=_ON_GPU),
+    _only("offload_config.prefetch.offload_group_size", 0, why=_ON_GPU),
+    Rule(
+        "weight_transfer_config.backend",
+        _equal("weight_transfer_config.backend", "sharded_rdt"),
+        "nccl, ipc, sparse_nccl, nccl_m2n; sharded_rdt needs vLLM's own Ray executor",
+    ),
+    Rule("enable_lora", _lora, "False"),
+    _only("cache_config.kv_offloading_size"),
+    Rule(
+        "speculative_config.method",
+        _other_than("speculative_config.method", *DRAFTERS),
+        f"{', '.join(DRAFTERS)}; layouts cannot share drafters with weights or state yet",
+    ),
+    _only(
+        "speculative_config.rejection_sample_method",
+        "standard",
+        "block",
+        why="PAT's outputs are those of the model",
+        option="speculative_config.rejection_sample_method",
+    ),
+    _only("watermark_config"),
+    _only("model_config.enable_trace_replay", False),
+    _only("kv_transfer_config"),
+    _only("ec_transfer_config"),
+    Rule("kv_events_config", _kv_events, "None"),
+    Rule("attention_backend", _attention_backend, "TRITON_ATTN"),
+    _only("cache_config.cache_dtype", *_KV_DTYPES, option="kv_cache_dtype"),
+    _of_model(RUNNER),
+    _of_model(QUANTIZATION),
+    Rule("language_model_only", _images, "True, of a class with a vision tower: its text alone"),
+    _only("model_config.multimodal_config.enable_mm_embeds", False),
+    # Of mixtures of experts. What a layer itself shows, `check_experts` refuses.
+    _only(
+        "parallel_config.enable_expert_parallel",
+        False,
+        why="pat.experts='ep' spreads experts over the group of each layout",
+        mixtures=True,
+    ),
+    _only("parallel_config.enable_eplb", False, why=_STAY, mixtures=True),
+    _only("parallel_config.eplb_config.num_redundant_experts", 0, why=_STAY, mixtures=True),
+    _only("parallel_config.expert_placement_strategy", "linear", mixtures=True),
+    _only("parallel_config.enable_elastic_ep", False, why=_STAY, mixtures=True),
+    _only(
+        "parallel_config.all2all_backend",
+        "allgather_reducescatter",
+        why="tokens do not leave their group, which needs no such backend",
+        mixtures=True,
+    ),
+    _only("parallel_config.enable_dbo", False, mixtures=True),
+    _only(
+        "aux_output_config.enable_return_routed_experts",
+        False,
+        why="layouts cannot replay routing yet",
+        mixtures=True,
+    ),
+    _only(
+        "kernel_config.moe_backend",
+        "auto",
+        "triton",
+        *RUN_BY_TRITON,
+        why="the last three run as triton (on CPU as auto), with a warning; others lay experts out "
+        "in ways that layouts cannot share, or are for quantized ones",
+        mixtures=True,
+    ),
+    # Of models with linear attention.
+    Rule(
+        "speculative_config",
+        _other_than("speculative_config.method"),
+        "None: a draft's states cannot be shared among layouts yet",
+        linear=True,
+    ),
+    _only("cache_config.mamba_cache_mode", "none", "align", linear=True),
+    _only("cache_config.prefix_match_unit", why="a hit ends with a block", linear=True),
+    _variable("VLLM_SSM_CONV_STATE_LAYOUT", "SD", linear=True),
+    _only(
+        "cache_config.use_replayssm",
+        False,
+        why="layouts cannot share the inputs that it keeps beside states",
+        linear=True,
+    ),
+    *map(_of_model, KINDS_OF_MODELS),
+)
+"""All that is refused, in the order in which an error names it."""
