@@ -20,19 +20,8 @@ _MODEL = "the runner has no model of vLLM's"
 
 _WHY: dict[str, dict[str, str]] = {
     "vllm._aiter_ops:rocm_aiter_ops.": {"is_shuffle_kv_cache_enabled": "a user's variable"},
-    "vllm.compilation.breakable_cudagraph:": {
-        "weak_ref_tensor weak_ref_tensors": "an operator of CUDA; the graph holds its memory",
-    },
-    "vllm.compilation.breakable_cudagraph:BreakableCUDAGraphCapture.": {"_tls": _STATE},
-    "vllm.compilation.cuda_graph:": {
-        "weak_ref_tensors": "an operator of CUDA; the graph holds its memory",
-    },
-    "vllm.compilation.cudagraph_pool:": {
-        "get_mem_allocator_instance": "has no allocator on CPU; test_gpu_worker.py runs vLLM's",
-    },
     "vllm.config.kernel:IrOpPriorityConfig.": {"set_default": _MODEL + _START},
     "vllm.config.vllm:": {"HAS_TRITON": "V2 asks for Triton, of which no kernel runs"},
-    "vllm.config.vllm:VllmConfig.": {"use_cumem_cudagraph_pool": "is for CUDA only"},
     "vllm.device_allocator:": {"current_platform": _ON_GPU},
     "vllm.device_allocator.cumem:": {
         "create_and_map cumem_available current_alloc_conf libcudart unmap_and_release "
@@ -80,11 +69,9 @@ _WHY: dict[str, dict[str, str]] = {
         "__class__": "vLLM's own class of a platform, with answers in place of a driver's",
         "_global_graph_pool": _STATE,
         "dist_backend": "gloo in place of NCCL",
-        "get_attn_backend_cls": "kernels on CPU that read what a GPU's read",
         "get_global_graph_pool graph_pool_handle": _NO_GPU,
         "is_fully_connected": f"{_NO_GPU}; the question is noted",
         "is_pin_memory_available num_compute_units": _NO_GPU,
-        "opaque_attention_op": "Python would run at capture only, were it one operator",
         "update_block_size_for_backend": _MODEL + _START,
     },
     "vllm.utils.mem_utils:": {"current_platform": _ON_GPU, "gc": _GARBAGE},
@@ -105,18 +92,14 @@ _WHY: dict[str, dict[str, str]] = {
     },
     "vllm.v1.worker.gpu.model_runner:": {
         "GPUModelRunner": f"takes memory as vLLM's, without a model{_START}",
-        "freeze_gc_for_cudagraph_capture": _GARBAGE + _START,
     },
-    "vllm.v1.worker.gpu_model_runner:": {
-        "GPUModelRunner": "takes memory as vLLM's, without a model; test_cuda_graphs.py runs parts",
-    },
-    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.": {"_freeze_gc": _GARBAGE},
+    "vllm.v1.worker.gpu_model_runner:": {"GPUModelRunner": "takes memory as vLLM's, without a model"},
     "vllm.v1.worker.gpu_worker:": {
         "HAS_TRITON": "V2 asks for Triton here, too, since vLLM 0.33; no kernel of it runs",
-        "MemorySnapshot memory_profiling request_memory": _NO_GPU + _START,
+        "MemorySnapshot request_memory": _NO_GPU + _START,
         "current_platform": _ON_GPU + _START,
         "freeze_gc_heap gc": _GARBAGE + _START,
-        "enable_gpu_sync_check set_random_seed set_torch_threads_for_runtime": _STATE + _START,
+        "set_random_seed set_torch_threads_for_runtime": _STATE + _START,
         "get_model_loader set_current_vllm_config": _MODEL + _START,
         "get_pp_group init_worker_distributed_environment": _RANKS + _START,
         "init_workspace_manager": _MODEL + _START,
@@ -133,7 +116,7 @@ _WHY: dict[str, dict[str, str]] = {
         ),
         "_restore_sleep_parameters _save_sleep_parameters": "asks which parameters survive",
         "_scoped_allocator_max_split": "sets CUDA's allocator" + _START,
-        "init_device": "test_cuda_graphs.py is on CPU" + _START,
+        "init_device": "there is no device" + _START,
         "shutdown": "is counted; test_gpu_worker.py runs vLLM's in another test",
         "synchronize_device": _NO_GPU + _START,
     },

@@ -1,6 +1,6 @@
 """CUDA graphs for every draft length: which ones vLLM's managers capture in each layout.
 
-vLLM's configs and its graph manager are its own; nothing is captured. `test_cuda_graphs.py` does.
+vLLM's configs and its graph manager are its own; nothing is captured.
 """
 
 from __future__ import annotations
