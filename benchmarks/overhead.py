@@ -32,8 +32,8 @@ from benchmarks.common import Engine, awake, model, random_prompts
 from benchmarks.paired import paired_ratio, turns
 from benchmarks.record import Summary, machine, table, write_results
 from pat_vllm.config import PATConfig
-from pat_vllm.predictor.draft_schedule import ngram_config
 from pat_vllm.layout import Layout
+from pat_vllm.predictor.draft_schedule import ngram_config
 from pat_vllm.start.limits import Limits, layout_limits
 
 BARS = {"tp2": 1.03, "tp1": 1.05, "k0": 1.005, "k0-sync": 1.005}

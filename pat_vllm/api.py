@@ -6,8 +6,8 @@ import math
 from typing import TYPE_CHECKING
 
 from pat_vllm.config import runs_pat
-from pat_vllm.reporting import Report
 from pat_vllm.executor.rpc import REPORT_COMMAND, SPECULATE_COMMAND, SWITCH_COMMAND
+from pat_vllm.reporting import Report
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

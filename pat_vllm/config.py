@@ -19,9 +19,8 @@ from pydantic import (
 )
 
 from pat_vllm.files.reading import cut, said_of, shown
-from pat_vllm.start.gpus import Link
-from pat_vllm.models.layer_sizes import fields_of
 from pat_vllm.layout import Layout
+from pat_vllm.models.layer_sizes import fields_of
 from pat_vllm.models.moe_config import MoEConfig, WantedExperts
 from pat_vllm.policy_config import (
     MOST_PROBLEMS,
@@ -34,6 +33,7 @@ from pat_vllm.policy_config import (
     StrictModel,
     Tp,
 )
+from pat_vllm.start.gpus import Link
 
 LAYOUT = "pat_layout"
 """Of `additional_config`, in a layout's copy of the engine's config: the layout's name."""
@@ -70,8 +70,8 @@ class PATConfig(StrictModel):
             default kernels, else "materialized".
         limits_per: what `max_num_seqs` and `max_num_batched_tokens` count for. "rank": a replica of
             tp ranks may run tp times as many, so that the engine takes the same number of requests
-            in every layout; see `pat_vllm/start/limits.py` for where that ends. "replica": each replica
-            of any layout runs as many as given.
+            in every layout; see `start/limits.py` for where that ends. "replica": each replica of
+            any layout runs as many as given.
         launcher: who starts the workers: "mp", processes of this host; "ray", actors in a Ray
             placement group; "auto", Ray if the engine is made inside a placement group.
         readonly_calls: worker methods that are called by `collective_rpc` and only read. Any other

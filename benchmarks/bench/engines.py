@@ -13,12 +13,12 @@ from benchmarks.bench.runs import Run
 from benchmarks.bench.serve import Served, run_of, serve
 from benchmarks.bench.workloads import MAX_TOKENS, SCALES, Workload
 from benchmarks.engine_process import PARK_SECONDS, PATIENCE_SECONDS, EngineFailed, EngineProcess
-from pat_vllm.doctor.child import environment
 from pat_vllm.cli.demo_batch import engine_with_room
 from pat_vllm.config import PATConfig
+from pat_vllm.doctor.child import environment
 from pat_vllm.layout import Layout
+from pat_vllm.profile import Profile
 from pat_vllm.profiling.cache import CACHE_DIR
-from pat_vllm.profiling.samples import Profile
 from pat_vllm.reporting import Report
 from pat_vllm.simulator.traces import LengthTrace
 

@@ -26,8 +26,8 @@ from benchmarks.bench.serve import requests_of
 from benchmarks.engine_process import EngineFailed
 from benchmarks.record import machine, write_results
 from pat_vllm.cli.demo_batch import model_config
+from pat_vllm.profile import Profile
 from pat_vllm.start.gpus import gib
-from pat_vllm.profiling.samples import Profile
 
 tell = partial(print, flush=True)
 

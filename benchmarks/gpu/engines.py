@@ -18,12 +18,12 @@ from benchmarks.engine_process import EngineProcess
 from benchmarks.gpu.known import write_config
 from benchmarks.gpu.timing import milliseconds
 from benchmarks.record import Summary
-from pat_vllm.doctor.child import environment
 from pat_vllm.cli.doctor_models import self_test_models, sizes_of
 from pat_vllm.config import PATConfig
+from pat_vllm.doctor.child import environment
 from pat_vllm.doctor.tasks import prompts
-from pat_vllm.models.known_models import MODEL_SHAPES
 from pat_vllm.layout import Layout
+from pat_vllm.models.known_models import MODEL_SHAPES
 
 REQUESTS = (1, 8)
 """Of a replica: one alone in the engine, or several in each."""

@@ -20,9 +20,9 @@ from benchmarks.gpu.ceiling import random_like
 from benchmarks.gpu.shapes import Scale
 from benchmarks.gpu.timing import Stopwatch, milliseconds
 from pat_vllm.kernels.kv import IndexedBlocks, Piece, StagedBlocks, staged_blocks
-from pat_vllm.models.kinds import FullAttention
 from pat_vllm.kv_transfer.plan import RankMoves, RequestBlocks, plan_moves
 from pat_vllm.layout import Layout
+from pat_vllm.models.kinds import FullAttention
 from pat_vllm.models.model_size import ModelSize
 
 BLOCK = 16

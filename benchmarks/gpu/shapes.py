@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from pat_vllm.models.known_models import MODEL_SHAPES
 from pat_vllm.layout import Layout
+from pat_vllm.models.known_models import MODEL_SHAPES
 from pat_vllm.models.model_size import ModelSize
 
 TINY = ModelSize(2, 64, 8, 4, 16, 128, 512, tied=False)

@@ -9,9 +9,9 @@ from typing import Annotated
 
 import typer
 
-from pat_vllm.start.gpus import NODE_SIZE
-from pat_vllm.models.known_models import MODEL_SHAPES
 from pat_vllm.cli.ranges import Ranged
+from pat_vllm.models.known_models import MODEL_SHAPES
+from pat_vllm.start.gpus import NODE_SIZE
 
 _MOST_TOKENS = 1 << 24
 

@@ -21,7 +21,6 @@ import numpy as np
 from pat_vllm.advice.replayed_drafts import Text
 from pat_vllm.config import PATConfig
 from pat_vllm.files.reading import FileError, name_of, parse_json, read_text, shown
-from pat_vllm.start.buffers import EngineShape
 from pat_vllm.policy_config import PredictorPolicyConfig
 from pat_vllm.predictor import learned_state
 from pat_vllm.predictor.state import LiveRequests
@@ -34,6 +33,7 @@ from pat_vllm.simulator.traces import (
     lengths_in,
     load_trace,
 )
+from pat_vllm.start.buffers import EngineShape
 
 Tokenize = Callable[[list[str]], list[list[int]]]
 """Token ids of each of some texts."""

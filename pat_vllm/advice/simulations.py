@@ -18,11 +18,11 @@ from typing import NamedTuple
 import numpy as np
 
 from pat_vllm.advice.rollouts import Rollouts
-from pat_vllm.predictor.draft_schedule import Schedule
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.adaptive import AdaptivePolicy
+from pat_vllm.predictor.draft_schedule import Schedule
 from pat_vllm.predictor.policy import SchedulePolicy
-from pat_vllm.profiling.samples import StepShape
+from pat_vllm.profile import StepShape
 from pat_vllm.simulator.accepted_drafts import AcceptedDraftTokens
 from pat_vllm.simulator.simulate import simulate_batches
 from pat_vllm.simulator.simulated_report import SimulatedReport

@@ -240,9 +240,9 @@ def demo(console: Console, options: DemoOptions) -> bool:
         ValueError: an option does not fit the model.
         RunFailed: an engine failed.
     """
-    from pat_vllm.doctor.child import environment
     from pat_vllm.cli import demo_batch
     from pat_vllm.cli.engine_run import run
+    from pat_vllm.doctor.child import environment
     from pat_vllm.models.moe_config import MoEConfig
     from pat_vllm.reporting.report_plot import plot_runs
 

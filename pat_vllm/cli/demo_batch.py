@@ -12,11 +12,11 @@ from typing import Any
 from pat_vllm.cli import random_model
 from pat_vllm.cli.engine_run import Batch, RunSpec
 from pat_vllm.config import PATConfig
-from pat_vllm.predictor.draft_schedule import ngram_config
 from pat_vllm.files.reading import name_of, read_json_object
-from pat_vllm.models.layer_sizes import size_of
 from pat_vllm.layout import Layout
+from pat_vllm.models.layer_sizes import size_of
 from pat_vllm.models.moe_config import MoEConfig
+from pat_vllm.predictor.draft_schedule import ngram_config
 
 # On a CPU all ranks share the memory, so replicas gain nothing while reading weights is what takes
 # the time; they gain at sampling, which each rank of a TP group does for the whole batch. With a

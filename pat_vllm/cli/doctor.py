@@ -45,8 +45,8 @@ def run_doctor(options: Options) -> None:
 
 def examine(console: Console, options: Options) -> Report:
     """Run the stages, print what they find, and write it."""
-    from pat_vllm.doctor.child import ending_by_signals
     from pat_vllm.cli.doctor_models import self_test_models, sizes_of
+    from pat_vllm.doctor.child import ending_by_signals
     from pat_vllm.doctor.report import REPORT, Report
     from pat_vllm.doctor.stages import STAGES, run_stages
     from pat_vllm.files.reading import shown

@@ -32,8 +32,8 @@ if TYPE_CHECKING:  # these are slow to import, for `--help`
     from vllm import LLM
 
     from pat_vllm.layout import Layout
+    from pat_vllm.profile import Profile, StepSample, SwitchSample
     from pat_vllm.profiling.grid import Point
-    from pat_vllm.profiling.samples import Profile, StepSample, SwitchSample
 
 _SLICE = 4
 """Points that the engine measures between two saves: a few seconds."""
@@ -92,7 +92,7 @@ def take_engine_profile(
     The profile holds for engines with the same flags in the same environment, named in
     pat.policy.profile.
     """
-    from pat_vllm.profiling.samples import ProfileError
+    from pat_vllm.profile import ProfileError
 
     without_vision_and_audio()
     try:
@@ -131,9 +131,9 @@ def take_profile(console: Console, engine: Mapping[str, Any], options: ProfileOp
     Raises:
         ProfileError: the file that is there is no profile of this engine.
     """
+    from pat_vllm.profile import Profile, StepSample, SwitchSample
     from pat_vllm.profiling.grid import FULL_SECONDS, POINTS, QUICK_OVERTIME, QUICK_SECONDS
     from pat_vllm.profiling.quality import problems
-    from pat_vllm.profiling.samples import Profile, StepSample, SwitchSample
 
     quick = options.quick
     budget = options.budget or (QUICK_SECONDS + QUICK_OVERTIME if quick else FULL_SECONDS)
@@ -195,8 +195,8 @@ def measured_before(
         ValueError: no file can have this name.
     """
     from pat_vllm.files.reading import check_name
+    from pat_vllm.profile import Profile, ProfileError
     from pat_vllm.profiling.quality import unsettled
-    from pat_vllm.profiling.samples import Profile, ProfileError
 
     check_name(str(path))
     if not path.exists():

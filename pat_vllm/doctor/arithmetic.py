@@ -9,12 +9,12 @@ from typing import Any
 from pat_vllm.advice.lengths import expected_load
 from pat_vllm.config import PATConfig
 from pat_vllm.doctor.report import Check
-from pat_vllm.start.gpus import Device, gib
-from pat_vllm.start.buffers import EngineShape
-from pat_vllm.start.memory_estimate import estimate
 from pat_vllm.models.model_size import ModelSize
 from pat_vllm.models.moe_config import MoEConfig
 from pat_vllm.simulator.modelled.choice import Choice, choose
+from pat_vllm.start.buffers import EngineShape
+from pat_vllm.start.gpus import Device, gib
+from pat_vllm.start.memory_estimate import estimate
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 

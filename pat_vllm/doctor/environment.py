@@ -25,9 +25,9 @@ from pydantic import TypeAdapter, ValidationError
 from pat_vllm.doctor.child import Events
 from pat_vllm.doctor.report import Check
 from pat_vllm.files.reading import first_problem
+from pat_vllm.models.layer_sizes import fields_of
 from pat_vllm.start.found_device import found_device
 from pat_vllm.start.gpus import Device, GiB, gib
-from pat_vllm.models.layer_sizes import fields_of
 from pat_vllm.start.text_only import PACKAGES
 
 _PROCESS_BYTES = 600 << 20

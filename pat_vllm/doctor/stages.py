@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
-from pat_vllm.doctor.child import environment, run_module
 from pat_vllm.config import PATConfig
 from pat_vllm.doctor.arithmetic import check_memory, engine_shape
+from pat_vllm.doctor.child import environment, run_module
 from pat_vllm.doctor.doctor_options import Options
 from pat_vllm.doctor.engine import REFERENCES, TASK
 from pat_vllm.doctor.environment import FACTS, EnvironmentFacts, environment_checks

@@ -16,8 +16,8 @@ import cloudpickle
 import vllm.envs as envs
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-from pat_vllm.executor import rpc
 from pat_vllm.config import default_layout, layouts_of, pat_config
+from pat_vllm.executor import rpc
 from pat_vllm.executor.lanes import DRAFT_ROWS, EXECUTE, SAMPLE, Lanes, Network
 from pat_vllm.executor.messages import (
     PATGrammarOutput,

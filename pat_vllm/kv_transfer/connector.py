@@ -23,10 +23,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from pat_vllm.models.kinds import NULL_BLOCK, class_of
 from pat_vllm.kv_transfer.exchange import Exchange, Part
 from pat_vllm.kv_transfer.plan import BlockMove, RankMoves
 from pat_vllm.metrics.prometheus import PATMetrics, PATStats
+from pat_vllm.models.kinds import NULL_BLOCK, class_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

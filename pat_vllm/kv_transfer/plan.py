@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from pat_vllm.models.kinds import Kinds, StateKind
 from pat_vllm.layout import Layout
+from pat_vllm.models.kinds import Kinds, StateKind
 
 ROUNDS = 32
 """Rounds in which a layer arrives where much of it moves. What arrives in one is staged."""

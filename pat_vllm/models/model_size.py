@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
+from pat_vllm.layout import Layout
 from pat_vllm.models.known_models import MODEL_SHAPES
 from pat_vllm.models.layer_sizes import (
     ExpertSizes,
@@ -16,7 +17,6 @@ from pat_vllm.models.layer_sizes import (
     layers_with_windows,
     size_of,
 )
-from pat_vllm.layout import Layout
 from pat_vllm.models.model_classes import known_class
 
 VOCAB_PADDING = 64

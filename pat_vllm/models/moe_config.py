@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from pat_vllm.models.layer_sizes import experts_of
 from pat_vllm.layout import Experts, Layout
+from pat_vllm.models.layer_sizes import experts_of
 
 WantedExperts: TypeAlias = Literal["auto", "tp", "ep", "both"]
 

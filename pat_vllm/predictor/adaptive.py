@@ -31,7 +31,7 @@ from pat_vllm.predictor.speeds import Speeds
 from pat_vllm.predictor.state import Ints, LiveRequests, LiveState, Turn
 from pat_vllm.predictor.step_time import StepTimeModel
 from pat_vllm.predictor.trajectories import Trajectories, forecast_of_turns
-from pat_vllm.profiling.samples import Profile, StepShape
+from pat_vllm.profile import Profile, StepShape
 from pat_vllm.reporting import DecisionReport, PredictorReport, SwitchReport
 
 _TRUSTED_STEPS = 4

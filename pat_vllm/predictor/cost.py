@@ -12,10 +12,10 @@ from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 
-from pat_vllm.models.kinds import Kinds, carried_tokens
 from pat_vllm.layout import Layout
+from pat_vllm.models.kinds import Kinds, carried_tokens
 from pat_vllm.predictor.state import Floats
-from pat_vllm.profiling.samples import Profile, SwitchSample
+from pat_vllm.profile import Profile, SwitchSample
 from pat_vllm.reporting import SwitchReport
 
 Number = TypeVar("Number", float, Floats)

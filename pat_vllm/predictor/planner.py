@@ -23,9 +23,9 @@ from operator import add
 
 import numpy as np
 
-from pat_vllm.predictor.draft_schedule import Schedule
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.acceptance import PLAIN, DraftYield
+from pat_vllm.predictor.draft_schedule import Schedule
 from pat_vllm.predictor.forecast import BatchForecast
 from pat_vllm.predictor.state import Floats, Ints
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import ClassVar
 
-from pat_vllm.predictor.draft_schedule import Schedule
 from pat_vllm.layout import Layout
+from pat_vllm.predictor.draft_schedule import Schedule
 from pat_vllm.predictor.state import Ints, LiveState, Turn
-from pat_vllm.profiling.samples import StepShape
+from pat_vllm.profile import StepShape
 from pat_vllm.reporting import PredictorReport, SwitchReport
 
 SETTLE_SECONDS = 0.05

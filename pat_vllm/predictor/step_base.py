@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from pat_vllm.profiling.samples import StepSample
+from pat_vllm.profile import StepSample
 
 KNEES = (64, 256, 1024)
 """Tokens from which computing may cost more per token: where a step that was bound by reading the

@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.state import Floats
 from pat_vllm.predictor.step_base import StepBase
-from pat_vllm.profiling.samples import StepSample
+from pat_vllm.profile import StepSample
 
 LEAST_SAMPLES = 8
 """Decode samples of a layout from which on its residual is learned."""

@@ -34,7 +34,7 @@ from pat_vllm.predictor.step_residual import (
     learnable,
     of_base,
 )
-from pat_vllm.profiling.samples import Profile, StepSample, StepShape
+from pat_vllm.profile import Profile, StepSample, StepShape
 
 _FAR_BATCH = (4, 64, 4096)
 _FAR_CONTEXT = (8, 1_000_000)

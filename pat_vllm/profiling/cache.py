@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pat_vllm.files.writing import make_private, sweep
-from pat_vllm.profiling.samples import Profile, ProfileError
+from pat_vllm.profile import Profile, ProfileError
 
 logger = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 from pydantic import TypeAdapter
 
-from pat_vllm.models.kinds import Kinds, block_size, longest_context, num_blocks
 from pat_vllm.layout import Layout
-from pat_vllm.profiling.samples import StepSample, SwitchSample
+from pat_vllm.models.kinds import Kinds, block_size, longest_context, num_blocks
+from pat_vllm.profile import StepSample, SwitchSample
 from pat_vllm.reporting.values import LayoutByName
 
 SHORT_CONTEXT = 64

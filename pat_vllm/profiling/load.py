@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 
 from pat_vllm.config import layouts_of
-from pat_vllm.models.layer_sizes import routing_of
 from pat_vllm.layout import Layout
-from pat_vllm.start.limits import limits_by_tp
+from pat_vllm.models.layer_sizes import routing_of
+from pat_vllm.profile import Profile
 from pat_vllm.profiling import cache as profile_cache
 from pat_vllm.profiling.grid import POINTS, EngineLimits, Plan
 from pat_vllm.profiling.key import by_name, profile_key, title
 from pat_vllm.profiling.quality import REMEDY, problems
 from pat_vllm.profiling.runner import Profiler
-from pat_vllm.profiling.samples import Profile
+from pat_vllm.start.limits import limits_by_tp
 from pat_vllm.worker.layout_config import block_ratio, kinds_of, lengths_of
 from pat_vllm.worker.synthetic import FIRST_BLOCK
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from pat_vllm.profiling.samples import StepSample
+from pat_vllm.profile import StepSample
 
 UNSETTLED = 0.5
 """A step is unsettled if the middle half of its repeats spreads over more of their median."""

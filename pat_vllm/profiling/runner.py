@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from pat_vllm.executor.messages import PATSchedulerOutput, SwitchCommand
-from pat_vllm.models.kinds import NULL_BLOCK
+from pat_vllm.kv_transfer.placement import RequestPlacement, place_requests
 from pat_vllm.kv_transfer.plan import RequestBlocks, plan_moves
 from pat_vllm.layout import Layout
+from pat_vllm.models.kinds import NULL_BLOCK
+from pat_vllm.profile import StepSample, StepShape, SwitchSample
 from pat_vllm.profiling import quality
 from pat_vllm.profiling.grid import Plan, StepPoint, SwitchPoint, estimate
-from pat_vllm.profiling.samples import StepSample, StepShape, SwitchSample
 from pat_vllm.profiling.synthetic_steps import SyntheticSteps
-from pat_vllm.scheduler.routing import RequestPlacement, spread
 from pat_vllm.worker.synthetic import (
     FIRST_BLOCK,
     SyntheticRequest,
@@ -222,7 +222,7 @@ class Profiler:
             for i in range(point.num_seqs)
         ]
         before = self._allot(requests, {r.request_id: r.replica for r in requests}, source)
-        after = self._allot(requests, spread(requests, source, target), target)
+        after = self._allot(requests, place_requests(requests, source, target), target)
         # A step makes the requests known to the workers, whose state of them travels too.
         self._send(
             {
@@ -246,7 +246,7 @@ class Profiler:
         stays = source.shares_kv(target)
         making = 0.0 if stays else self._seconds_to_make(target)
         begun = time.perf_counter()
-        placement = spread(requests, source, target)
+        placement = place_requests(requests, source, target)
         blocks = () if stays else _request_blocks(before, after)
         moves = tuple(plan_moves(source, target, self._plan.limits.kinds, blocks))
         times = self._executor.switch(

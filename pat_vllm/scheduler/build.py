@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from pat_vllm.config import chosen, default_layout, layouts_of, pat_config
 from pat_vllm.drafts.history_file import HistoryFile
 from pat_vllm.executor.executor import executor_of
-from pat_vllm.start.limits import limits_by_tp
 from pat_vllm.metrics.metric_updates import MetricUpdates
 from pat_vllm.predictor.cost import CostModel
 from pat_vllm.profiling.load import load_or_measure
@@ -22,6 +21,7 @@ from pat_vllm.scheduler.replica_set import ReplicaSet
 from pat_vllm.scheduler.requests import RequestTable
 from pat_vllm.scheduler.speculation import DraftLengths, lengths_to_plan
 from pat_vllm.scheduler.turns import Turns
+from pat_vllm.start.limits import limits_by_tp
 from pat_vllm.worker.drafters import history_bytes
 
 if TYPE_CHECKING:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from pat_vllm.profiling import load
 from pat_vllm.executor.rpc import (
     PROFILE_COMMAND,
     REPORT_COMMAND,
     SPECULATE_COMMAND,
     SWITCH_COMMAND,
 )
+from pat_vllm.profiling import load
 
 if TYPE_CHECKING:
     from pat_vllm.scheduler.scheduler import PATScheduler

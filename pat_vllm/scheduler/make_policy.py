@@ -14,7 +14,7 @@ from pat_vllm.policy_config import (
 )
 from pat_vllm.predictor.cost import CostModel
 from pat_vllm.predictor.policy import Policy, SchedulePolicy, StayPolicy
-from pat_vllm.profiling.samples import Profile
+from pat_vllm.profile import Profile
 
 
 def make_policy(

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 
-from pat_vllm.scheduler.chains import Chain, PlacedChain, Run, fill
-from pat_vllm.models.kinds import densest, longest_hit
+from pat_vllm.kv_transfer.placement import RequestPlacement, place_requests
 from pat_vllm.kv_transfer.plan import RequestBlocks
-from pat_vllm.scheduler.routing import RequestPlacement, spread
+from pat_vllm.models.kinds import densest, longest_hit
+from pat_vllm.scheduler.chains import Chain, PlacedChain, Run, fill
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -75,7 +75,7 @@ def place_chains(
         if longest := max(cached):
             prefixes.append((chain[:longest], cached.index(longest)))
     names = [f"{i:09}" for i in range(len(prefixes))]  # of equally long ones, the first one first
-    placement = spread(
+    placement = place_requests(
         [
             RequestPlacement(name, at, len(chain))
             for name, (chain, at) in zip(names, prefixes, strict=True)

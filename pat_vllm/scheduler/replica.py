@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
-    from pat_vllm.models.kinds import Kinds
     from pat_vllm.kv_transfer.connector import PATConnector
+    from pat_vllm.models.kinds import Kinds
 
 
 class Replica:

@@ -11,7 +11,7 @@ import torch
 from vllm.v1.engine import FinishReason
 
 from pat_vllm.predictor.state import Ints, LiveRequests, Turn
-from pat_vllm.profiling.samples import StepShape
+from pat_vllm.profile import StepShape
 from pat_vllm.reporting import DraftCounts
 
 if TYPE_CHECKING:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
-
-from pat_vllm.layout import Layout
+from collections.abc import Hashable, Sequence
 
 AFFINITY_SLACK = 4
 """A replica that holds a request's prefix is preferred while it has at most this many live
@@ -79,39 +76,3 @@ class Router:
         What the caches of the new replicas hold is found there.
         """
         self._replica_of.clear()
-
-
-@dataclass(frozen=True)
-class RequestPlacement:
-    """A live request at a switch: where it is, and how many tokens of context it has."""
-
-    request_id: str
-    replica: int
-    context: int
-
-
-def spread(requests: Iterable[RequestPlacement], source: Layout, target: Layout) -> dict[str, int]:
-    """Replica of `target` for each request carried from `source`.
-
-    A request stays on its own ranks where that keeps the replicas balanced (each gets at most
-    its share of requests, rounded up), for then part of its KV need not travel. Longest first,
-    so that the requests with most KV get their choice.
-
-    Between layouts that share KV every request stays.
-    """
-    if source.shares_kv(target):
-        return {request.request_id: request.replica for request in requests}
-    ordered = sorted(requests, key=lambda r: (-r.context, r.request_id))
-    share = -(-len(ordered) // target.replicas)
-    count = [0] * target.replicas
-    context = [0] * target.replicas
-    placement: dict[str, int] = {}
-    for request in ordered:
-        near = sorted({target.replica_of(rank) for rank in source.ranks_of(request.replica)})
-        open_near = [r for r in near if count[r] < share]
-        candidates = open_near or [r for r in range(target.replicas) if count[r] < share]
-        chosen = min(candidates, key=lambda r: (count[r], context[r], r))
-        placement[request.request_id] = chosen
-        count[chosen] += 1
-        context[chosen] += request.context
-    return placement

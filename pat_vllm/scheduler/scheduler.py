@@ -10,11 +10,11 @@ from vllm.multimodal import MULTIMODAL_REGISTRY, MultiModalRegistry
 from vllm.v1.core.sched.interface import PauseState, SchedulerInterface
 
 from pat_vllm.executor.messages import PATGrammarOutput, PATSchedulerOutput
-from pat_vllm.start.limits import limits_by_tp
 from pat_vllm.patches.schedulers import make_room_for_grammars
 from pat_vllm.scheduler.build import build
 from pat_vllm.scheduler.commands import register_commands
 from pat_vllm.scheduler.stats import merge_stats, send_metrics, whole_engine
+from pat_vllm.start.limits import limits_by_tp
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -13,8 +13,8 @@ from pat_vllm.worker.layout_config import lengths_of
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig
 
-    from pat_vllm.predictor.draft_schedule import Schedule
     from pat_vllm.layout import Layout
+    from pat_vllm.predictor.draft_schedule import Schedule
     from pat_vllm.scheduler.replica import Replica
 
 

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from pat_vllm.scheduler.chains import Chain, PlacedChain
 from pat_vllm.executor.messages import SwitchCommand
-from pat_vllm.models.kinds import NULL_BLOCK, Kinds, block_size, densest
 from pat_vllm.kv_transfer.connector import LoadMetadata
+from pat_vllm.kv_transfer.placement import RequestPlacement, place_requests
 from pat_vllm.kv_transfer.plan import BlockMove, RequestBlocks, plan_moves
 from pat_vllm.layout import Layout
+from pat_vllm.models.kinds import NULL_BLOCK, Kinds, block_size, densest
 from pat_vllm.patches.schedulers import linear_time_admission, queue_with_blocks
-from pat_vllm.scheduler.routing import RequestPlacement, spread
+from pat_vllm.scheduler.chains import Chain, PlacedChain
 from pat_vllm.scheduler.prefix_cache import carry_cached, num_cached, place_chains
 from pat_vllm.scheduler.replica import Replica
 
@@ -132,7 +132,7 @@ class Carry(SwitchPlan):
         their blocks, the last ended first).
         """
         source = active.layout
-        placement = spread(
+        placement = place_requests(
             [
                 RequestPlacement(c.request.request_id, c.replica, c.request.num_tokens)
                 for c in carried

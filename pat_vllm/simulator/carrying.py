@@ -1,8 +1,8 @@
 """What a switch of a simulated engine carries to the replicas of another layout. Pure.
 
 Live requests come first. The memory that they leave gets the contexts of ended turns, as from
-`pat_vllm/scheduler/chains.py`: what a request continues is no context of its own any more. Which of them will
-be continued is not known, so that the last turns' are carried, too.
+`scheduler/chains.py`: what a request continues is no context of its own any more. Which of them
+will be continued is not known, so that the last turns' are carried, too.
 
 An engine asks first whether carrying them pays (`CostModel.least_chance`), by the chance that it
 has learnt; this one carries all that fit. The two differ until an engine has seen next turns.
@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from pat_vllm.kv_transfer.placement import RequestPlacement, place_requests
 from pat_vllm.layout import Layout
-from pat_vllm.scheduler.routing import RequestPlacement, spread
 from pat_vllm.simulator.simulated_replica import SimulatedReplica
 from pat_vllm.simulator.simulated_requests import SimulatedRequests
 
@@ -89,7 +89,7 @@ def carry(
 def _spread(held: Mapping[int, tuple[int, int]], source: Layout, target: Layout) -> dict[int, int]:
     """Replicas of `target`, as an engine spreads what (replica, tokens) are of `source`."""
     placed = [RequestPlacement(f"{i:09}", replica, tokens) for i, (replica, tokens) in held.items()]
-    return {int(name): replica for name, replica in spread(placed, source, target).items()}
+    return {int(name): replica for name, replica in place_requests(placed, source, target).items()}
 
 
 class _Context(NamedTuple):

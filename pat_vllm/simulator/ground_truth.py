@@ -12,7 +12,7 @@ import numpy as np
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.cost import CostModel, Number
 from pat_vllm.predictor.state import Floats
-from pat_vllm.profiling.samples import Profile, StepSample, StepShape
+from pat_vllm.profile import Profile, StepSample, StepShape
 
 _GRAIN = math.log(2) / 16
 """Distance of the contexts, as logarithms, between which step times are linear."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from pat_vllm.predictor.policy import Policy
-from pat_vllm.profiling.samples import Profile
+from pat_vllm.profile import Profile
 from pat_vllm.simulator.ground_truth import GroundTruth
 from pat_vllm.simulator.simulated_engine import CHUNK, SimulatedEngine
 from pat_vllm.simulator.simulated_report import SimulatedReport

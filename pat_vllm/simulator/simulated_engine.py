@@ -20,7 +20,7 @@ from pat_vllm.layout import Layout
 from pat_vllm.predictor.acceptance import DraftYield
 from pat_vllm.predictor.policy import Policy
 from pat_vllm.predictor.state import Ints, LiveRequests, LiveState
-from pat_vllm.profiling.samples import Profile
+from pat_vllm.profile import Profile
 from pat_vllm.reporting import LiveSample, SwitchReport
 from pat_vllm.scheduler.routing import Router
 from pat_vllm.simulator.carrying import carry

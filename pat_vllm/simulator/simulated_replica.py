@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pat_vllm.predictor.state import Ints
-from pat_vllm.profiling.samples import Profile, StepShape
+from pat_vllm.profile import Profile, StepShape
 from pat_vllm.simulator.free_memory import FreeMemory
 from pat_vllm.simulator.simulated_requests import SimulatedRequests
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from pat_vllm.config import PATConfig
-from pat_vllm.start.gpus import Link, MiB
 from pat_vllm.layout import Layout
-from pat_vllm.start.limits import Limits, layout_limits
 from pat_vllm.models.model_size import ModelSize
+from pat_vllm.start.gpus import Link, MiB
+from pat_vllm.start.limits import Limits, layout_limits
 
 FLASHINFER_WORKSPACE = 394 * MiB
 """The least that FlashInfer's attention takes (`VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE`)."""

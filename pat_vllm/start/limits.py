@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pat_vllm.config import PATConfig, chosen, layouts_of, pat_config
-from pat_vllm.start.gpus import Link
 from pat_vllm.layout import Layout
+from pat_vllm.start.gpus import Link
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -19,13 +19,13 @@ from pat_vllm.config import (
     mixture_of,
     pat_config,
 )
-from pat_vllm.start.found_device import found_device
-from pat_vllm.models.layer_sizes import fields_of, linear_heads
 from pat_vllm.layout import Layout
-from pat_vllm.start.buffers import EngineShape
+from pat_vllm.models.layer_sizes import fields_of, linear_heads
 from pat_vllm.models.model_rules import refusal
 from pat_vllm.policy_config import PolicyConfig, PredictorPolicyConfig, SchedulePolicyConfig
-from pat_vllm.profiling.samples import Profile
+from pat_vllm.profile import Profile
+from pat_vllm.start.buffers import EngineShape
+from pat_vllm.start.found_device import found_device
 from pat_vllm.start.refused import RUN_BY_TRITON, unsupported
 from pat_vllm.worker.layout_config import lengths_of, resolve_weights
 

@@ -11,9 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pat_vllm.predictor.draft_schedule import DRAFTERS
-from pat_vllm.models.layer_sizes import fields_of, linear_heads, may_have_experts
 from pat_vllm.layout import device_of
+from pat_vllm.models.layer_sizes import fields_of, linear_heads, may_have_experts
 from pat_vllm.models.model_rules import (
     KINDS_OF_MODELS,
     QUANTIZATION,
@@ -22,6 +21,7 @@ from pat_vllm.models.model_rules import (
     ModelRule,
     Refused,
 )
+from pat_vllm.predictor.draft_schedule import DRAFTERS
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig

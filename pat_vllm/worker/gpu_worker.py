@@ -14,10 +14,10 @@ from vllm.logger import init_logger
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import CompilationTimes
 
-from pat_vllm.start.memory_estimate import Measured, kv_cache_bytes
 from pat_vllm.patches.compat import MakesModelRunner, use_memory_pool
 from pat_vllm.patches.replacing import replaced
 from pat_vllm.patches.runners import capture_on, graphs_measured_apart, report_weights_memory
+from pat_vllm.start.memory_estimate import Measured, kv_cache_bytes
 from pat_vllm.weights.experts import what_slows
 from pat_vllm.worker.late_memory import (
     check_room,

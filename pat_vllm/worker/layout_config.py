@@ -11,9 +11,9 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from pat_vllm.config import CHOSEN, LAYOUT, layouts_of, pat_config
-from pat_vllm.predictor.draft_schedule import draft_lengths, every_length
-from pat_vllm.models.kinds import Kinds, StateKind, class_of, served
 from pat_vllm.layout import Layout
+from pat_vllm.models.kinds import Kinds, StateKind, class_of, served
+from pat_vllm.predictor.draft_schedule import draft_lengths, every_length
 from pat_vllm.start.limits import limits_of, narrower_limit
 
 if TYPE_CHECKING:

@@ -16,11 +16,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.platforms import current_platform
 
-from pat_vllm.models.kinds import class_of, served
 from pat_vllm.kv_transfer.connector import PATConnector
 from pat_vllm.kv_transfer.kv_buffer import SharedKVBuffer
 from pat_vllm.kv_transfer.plan import EXCHANGE_CHANNELS
 from pat_vllm.layout import Layout
+from pat_vllm.models.kinds import class_of, served
 from pat_vllm.patches.schedulers import quiet_connectors
 from pat_vllm.worker.layout_config import KV_LAYOUTS
 

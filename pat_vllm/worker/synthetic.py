@@ -14,9 +14,9 @@ from itertools import product
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
-from pat_vllm.models.kinds import NULL_BLOCK, Kinds
 from pat_vllm.kv_transfer.plan import RequestBlocks
 from pat_vllm.layout import Layout
+from pat_vllm.models.kinds import NULL_BLOCK, Kinds
 
 FIRST_BLOCK = NULL_BLOCK + 1
 

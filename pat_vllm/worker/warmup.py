@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.core.sched.output import SchedulerOutput
 
+from pat_vllm.kv_transfer.plan import BlockMove, plan_moves
 from pat_vllm.models.kinds import Kinds, block_size
 from pat_vllm.models.kinds import num_blocks as num_blocks_of
-from pat_vllm.kv_transfer.plan import BlockMove, plan_moves
 from pat_vllm.worker.synthetic import (
     FIRST_BLOCK,
     add_new,

@@ -1,4 +1,4 @@
-"""An engine on CPU allocates what `pat_vllm.start.memory_estimate` estimates: weights, KV, staging, buffers.
+"""An engine on CPU allocates what `start/memory_estimate.py` says: weights, KV, staging, buffers.
 
 Counted are the storages of all tensors that a worker's model runners hold.
 """
@@ -14,11 +14,11 @@ import pytest
 
 import pat_vllm
 from pat_vllm.config import pat_config
-from pat_vllm.start.gpus import Device
 from pat_vllm.kv_transfer.plan import ROUNDS
-from pat_vllm.start.buffers import EngineShape, all_buffers
-from pat_vllm.start.memory_estimate import estimate, staged_share
 from pat_vllm.models.model_size import ModelSize
+from pat_vllm.start.buffers import EngineShape, all_buffers
+from pat_vllm.start.gpus import Device
+from pat_vllm.start.memory_estimate import estimate, staged_share
 from pat_vllm.worker.layout_config import resolve_weights
 from tests.engine.specs import COPIES, FOUR_RANKS, IN_PLACE, LATENT, UPDATES
 from tests.support.pool import EngineSpec

@@ -16,9 +16,9 @@ from pat_vllm.layout import Layout
 from pat_vllm.predictor import trajectories
 from pat_vllm.predictor.adaptive import AdaptivePolicy
 from pat_vllm.predictor.policy import SETTLE_SECONDS
+from pat_vllm.profile import Profile, StepShape
 from pat_vllm.profiling import cache as profile_cache
 from pat_vllm.profiling import quality
-from pat_vllm.profiling.samples import Profile, StepShape
 from tests.engine.specs import POLICY
 from tests.support.engines import Job, run, scheduler_of
 from tests.support.same import assert_teacher_forced

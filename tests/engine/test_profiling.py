@@ -17,18 +17,18 @@ from rich.console import Console
 import pat_vllm
 from pat_vllm.cli import profile as command
 from pat_vllm.layout import Layout
+from pat_vllm.profile import Profile, ProfileError
 from pat_vllm.profiling import cache as profile_cache
 from pat_vllm.profiling import load, quality
 from pat_vllm.profiling.grid import POINTS, Plan, StepPoint
 from pat_vllm.profiling.runner import Profiler
-from pat_vllm.profiling.samples import Profile, ProfileError
 from pat_vllm.profiling.synthetic_steps import SyntheticSteps
 from tests.engine.specs import DENSE, DRAFTS
 from tests.engine.speculation.batch import batch
 from tests.engine.speculation.in_workers import generated
 from tests.support.engines import Job, run, scheduler_of
 from tests.unit.profiling.test_quality import NOISY
-from tests.unit.profiling.test_samples import step
+from tests.unit.test_profile import step
 from tests.vllm.scheduler.protocol import MOST
 
 pytestmark = pytest.mark.engine(DENSE)

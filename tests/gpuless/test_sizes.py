@@ -9,10 +9,10 @@ from vllm.model_executor.layers import vocab_parallel_embedding
 from vllm.sampling_params import MAX_LOGPROB_TOKEN_IDS
 from vllm.v1.worker.gpu.sample import logit_bias
 
-from pat_vllm.models import model_size
 from pat_vllm.kernels import swap
-from pat_vllm.start import memory_estimate as estimate
+from pat_vllm.models import model_size
 from pat_vllm.start import buffers
+from pat_vllm.start import memory_estimate as estimate
 
 CAPABILITY = "9.0"
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from pat_vllm.doctor.child import ChildResult, run_module
 from pat_vllm.doctor import stages
+from pat_vllm.doctor.child import ChildResult, run_module
 from tests.engine.test_doctor import doctor, from_server
 from tests.gpuless.compiled import LITE
 from tests.support.doctor_sabotage import VARIABLE

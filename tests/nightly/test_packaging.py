@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from pat_vllm.start import text_only
 from pat_vllm.simulator.modelled.hardware import modelled_profile
+from pat_vllm.start import text_only
 from tests.support.models import random_model
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 from pat_vllm.layout import Layout
+from pat_vllm.profile import Profile
 from pat_vllm.profiling import load
-from pat_vllm.profiling.samples import Profile
 from tests.support.engines import OPTIONS, engine, scheduler_of
 from tests.support.models import random_model
 

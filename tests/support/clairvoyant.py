@@ -14,7 +14,7 @@ from pat_vllm.predictor.forecast import forecast
 from pat_vllm.predictor.planner import Planner
 from pat_vllm.predictor.policy import Policy, StayPolicy
 from pat_vllm.predictor.state import Floats, LiveRequests, LiveState
-from pat_vllm.profiling.samples import Profile, StepShape
+from pat_vllm.profile import Profile, StepShape
 from pat_vllm.simulator.accepted_drafts import AcceptedDraftTokens
 from pat_vllm.simulator.ground_truth import GroundTruth
 from pat_vllm.simulator.simulate import simulate

@@ -10,7 +10,7 @@ from pat_vllm.layout import Layout
 from pat_vllm.predictor.state import Floats
 from pat_vllm.predictor.step_residual import folds as step_folds
 from pat_vllm.predictor.step_time import StepTimeModel
-from pat_vllm.profiling.samples import Profile
+from pat_vllm.profile import Profile
 
 
 def held_out_error(profile: Profile) -> dict[Layout, Floats]:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 import pat_vllm
-from pat_vllm.models.kinds import NULL_BLOCK
 from pat_vllm.layout import Layout
+from pat_vllm.models.kinds import NULL_BLOCK
 
 
 def spoil_null_blocks(llm: Any) -> bool:

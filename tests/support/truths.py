@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.cost import Number
-from pat_vllm.profiling.samples import StepShape
+from pat_vllm.profile import StepShape
 from pat_vllm.simulator.ground_truth import GroundTruth
 
 

@@ -32,8 +32,8 @@ from pat_vllm.predictor import learned_state
 from pat_vllm.predictor.acceptance import Acceptance
 from pat_vllm.predictor.adaptive import AdaptivePolicy
 from pat_vllm.predictor.length_model import LengthModel
+from pat_vllm.profile import Profile
 from pat_vllm.profiling import cache
-from pat_vllm.profiling.samples import Profile
 from pat_vllm.reporting import Report
 from pat_vllm.simulator.modelled.hardware import modelled_profile
 from pat_vllm.simulator.traces import load_trace

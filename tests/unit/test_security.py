@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from pat_vllm.doctor import child
 from pat_vllm.advice import simulations
 from pat_vllm.advice.advise_options import AdviseOptions
 from pat_vllm.advice.verdict import advise
 from pat_vllm.cli import engine_run
+from pat_vllm.doctor import child
 from pat_vllm.start.text_only import command_without_vision_and_audio, starting_with_safe_path
 
 ROOT = Path(__file__).parents[2]

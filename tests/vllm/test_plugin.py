@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 import pat_vllm
-from pat_vllm.predictor.draft_schedule import ngram_config
 from pat_vllm.plugin import ALLOW_UNTESTED, check_vllm_version, register
+from pat_vllm.predictor.draft_schedule import ngram_config
 from pat_vllm.start.text_only import PACKAGES, is_without_vision_and_audio
 from tests.support.models import random_model
 

@@ -15,8 +15,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from pat_vllm.config import PATConfig
-from pat_vllm.predictor.draft_schedule import DRAFTERS
 from pat_vllm.plugin import check_vllm_version
+from pat_vllm.predictor.draft_schedule import DRAFTERS
 
 TESTED_OPENRLHF = "0.11.2"
 """The OpenRLHF release that this package is tested with."""

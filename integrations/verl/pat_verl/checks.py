@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from pat_vllm.config import PATConfig
-from pat_vllm.predictor.draft_schedule import DRAFTERS
 from pat_vllm.files.reading import read_json_object
+from pat_vllm.predictor.draft_schedule import DRAFTERS
 
 NAME = "pat"
 """Value of `rollout.name` that asks for PAT; also vLLM's name of the executor backend."""

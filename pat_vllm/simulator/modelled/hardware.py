@@ -13,16 +13,12 @@ from datetime import UTC, datetime
 from itertools import permutations, product
 from pathlib import Path
 
-from pat_vllm.models.checkpoint import NamedConfig, named_config
-from pat_vllm.start.gpus import GPUS, NODE_SIZE, Device, GiB, gpu_named
-from pat_vllm.models.layer_sizes import routing_of
 from pat_vllm.layout import Layout
-from pat_vllm.start.limits import Limits
-from pat_vllm.start.buffers import EngineShape
-from pat_vllm.start.memory_estimate import estimate, static_engine
+from pat_vllm.models.checkpoint import NamedConfig, named_config
+from pat_vllm.models.layer_sizes import routing_of
 from pat_vllm.models.model_size import ModelSize
 from pat_vllm.models.moe_config import MoEConfig, WantedExperts
-from pat_vllm.profiling.samples import Profile, StepSample, StepShape, SwitchSample
+from pat_vllm.profile import Profile, StepSample, StepShape, SwitchSample
 from pat_vllm.simulator.modelled.roofline import (
     COMPUTE_EFFICIENCY,
     EXCHANGE_EFFICIENCY,
@@ -34,6 +30,10 @@ from pat_vllm.simulator.modelled.roofline import (
     SWITCH_FIXED,
     Machine,
 )
+from pat_vllm.start.buffers import EngineShape
+from pat_vllm.start.gpus import GPUS, NODE_SIZE, Device, GiB, gpu_named
+from pat_vllm.start.limits import Limits
+from pat_vllm.start.memory_estimate import estimate, static_engine
 
 _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _CONTEXTS = (512, 1024, 2048, 4096, 8192, 16384, 32768)

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 import pat_vllm
-from pat_vllm.start.buffers import EngineShape, all_buffers
 from pat_vllm.models.model_size import ModelSize
 from pat_vllm.scheduler.replica import Replica
+from pat_vllm.start.buffers import EngineShape, all_buffers
 from tests.engine.specs import V2_CHUNK, V2_DRAFTS, V2_NGRAM
 from tests.engine.speculation.steps import counted
 from tests.engine.test_memory import TOLERANCE, allocated

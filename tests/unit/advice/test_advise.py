@@ -28,12 +28,12 @@ from pat_vllm.advice.simulations import (
     seconds_of,
 )
 from pat_vllm.advice.verdict import Advice, advise
-from pat_vllm.models.checkpoint import named_config
 from pat_vllm.config import PATConfig
-from pat_vllm.predictor.draft_schedule import Schedule
-from pat_vllm.models.known_models import MODEL_SHAPES
 from pat_vllm.layout import Layout
-from pat_vllm.profiling.samples import Profile
+from pat_vllm.models.checkpoint import named_config
+from pat_vllm.models.known_models import MODEL_SHAPES
+from pat_vllm.predictor.draft_schedule import Schedule
+from pat_vllm.profile import Profile
 from pat_vllm.simulator.modelled.hardware import modelled_profile
 from tests.support.command_line import invoke
 

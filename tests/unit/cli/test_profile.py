@@ -14,11 +14,11 @@ import pytest
 from rich.console import Console
 
 from pat_vllm.cli import profile as command
+from pat_vllm.profile import Profile, ProfileError, StepSample, StepShape, SwitchSample
 from pat_vllm.profiling.grid import POINTS, Plan, Point, StepPoint
-from pat_vllm.profiling.samples import Profile, ProfileError, StepSample, StepShape, SwitchSample
 from tests.unit.profiling.test_grid import LIMITS, switch_sample
 from tests.unit.profiling.test_quality import NOISY, QUIET
-from tests.unit.profiling.test_samples import KEY, profile
+from tests.unit.test_profile import KEY, profile
 
 PLAN = Plan.of(LIMITS, quick=True)
 

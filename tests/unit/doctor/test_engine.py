@@ -11,8 +11,8 @@ from unittest.mock import MagicMock, call
 
 import pytest
 
-from pat_vllm.doctor.child import Events
 from pat_vllm.doctor import engine as module
+from pat_vllm.doctor.child import Events
 from pat_vllm.doctor.compare import Comparison, Differs
 from pat_vllm.doctor.engine import PATEngine, StockEngine, Task, run_checks
 from pat_vllm.layout import Layout

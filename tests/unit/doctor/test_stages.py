@@ -11,8 +11,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from pat_vllm.doctor.child import ChildResult
 from pat_vllm.doctor import stages
+from pat_vllm.doctor.child import ChildResult
 from pat_vllm.doctor.doctor_options import Options
 from pat_vllm.doctor.engine import REFERENCES, TASK, Task
 from pat_vllm.doctor.environment import FACTS, EnvironmentFacts

@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pat_vllm.kv_transfer.plan import RankMoves, RequestBlocks, head_routes, plan_moves
+from pat_vllm.layout import Layout
 from pat_vllm.models.kinds import (
     ChunkedAttention,
     FullAttention,
@@ -18,8 +20,6 @@ from pat_vllm.models.kinds import (
     SlidingWindow,
     StateKind,
 )
-from pat_vllm.kv_transfer.plan import RankMoves, RequestBlocks, head_routes, plan_moves
-from pat_vllm.layout import Layout
 from tests.support.kinds import LaterHalf, full
 
 Pair = tuple[Layout, Layout, int]

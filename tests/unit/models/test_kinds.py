@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pat_vllm.layout import Layout
 from pat_vllm.models.kinds import (
     ChunkedAttention,
     FullAttention,
@@ -19,7 +20,6 @@ from pat_vllm.models.kinds import (
     longest_hit,
     num_blocks,
 )
-from pat_vllm.layout import Layout
 from tests.support.kinds import LaterHalf, full
 
 SIZES = st.integers(1, 5)

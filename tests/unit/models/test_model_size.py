@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from pat_vllm.layout import Layout
 from pat_vllm.models.known_models import MODEL_SHAPES
 from pat_vllm.models.layer_sizes import experts_of, text_of
-from pat_vllm.layout import Layout
 from pat_vllm.models.model_size import ModelSize
 
 QWEN3 = {**MODEL_SHAPES["qwen3-30b-a3b"]}

@@ -14,7 +14,7 @@ from pat_vllm.layout import Layout
 from pat_vllm.predictor.adaptive import AdaptivePolicy
 from pat_vllm.predictor.length_model import LengthModel
 from pat_vllm.predictor.state import LiveRequests
-from pat_vllm.profiling.samples import Profile, StepSample, StepShape, SwitchSample
+from pat_vllm.profile import Profile, StepSample, StepShape, SwitchSample
 from pat_vllm.reporting import SwitchReport
 from pat_vllm.simulator import shapes
 from pat_vllm.simulator.traces import LengthTrace

@@ -22,7 +22,7 @@ from pat_vllm.predictor.adaptive import (
 from pat_vllm.predictor.cost import CostModel
 from pat_vllm.predictor.policy import Policy, StayPolicy
 from pat_vllm.predictor.state import LiveRequests, LiveState, Turn
-from pat_vllm.profiling.samples import StepShape
+from pat_vllm.profile import StepShape
 from pat_vllm.reporting import SwitchReport
 from pat_vllm.simulator import shapes
 from pat_vllm.simulator.ground_truth import GroundTruth, ReplayedGroundTruth

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pat_vllm.models.kinds import FullAttention, LinearAttention, SlidingWindow
 from pat_vllm.layout import Layout
+from pat_vllm.models.kinds import FullAttention, LinearAttention, SlidingWindow
 from pat_vllm.predictor.cost import CostModel
-from pat_vllm.profiling.samples import Profile, StepSample, StepShape, SwitchSample
+from pat_vllm.profile import Profile, StepSample, StepShape, SwitchSample
 from pat_vllm.reporting import SwitchReport
 from tests.unit.predictor.examples import decode, profile_of, switch_report, switch_sample
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.step_base import StepBase
-from pat_vllm.profiling.samples import StepSample, StepShape
+from pat_vllm.profile import StepSample, StepShape
 from tests.unit.predictor.examples import decode
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)

@@ -11,7 +11,7 @@ import pytest
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.step_residual import StepFit, cross_validate, folds
 from pat_vllm.predictor.step_time import StepTimeModel
-from pat_vllm.profiling.samples import Profile, StepSample, StepShape
+from pat_vllm.profile import Profile, StepSample, StepShape
 from tests.unit.predictor.examples import decode, profile_of
 
 LAYOUTS = ONE, TWO = Layout(1, 2), Layout(2, 1)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.step_residual import StepFit
 from pat_vllm.predictor.step_time import StepTimeModel
-from pat_vllm.profiling.samples import Profile, StepSample, StepShape
+from pat_vllm.profile import Profile, StepSample, StepShape
 from tests.support.held_out import held_out_error
 from tests.unit.predictor.examples import decode, profile_of
 

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pat_vllm.models.kinds import SlidingWindow, num_blocks
 from pat_vllm.layout import Layout
+from pat_vllm.models.kinds import SlidingWindow, num_blocks
+from pat_vllm.profile import StepSample, StepShape, SwitchSample
 from pat_vllm.profiling.grid import POINTS, EngineLimits, Plan, StepPoint, SwitchPoint, estimate
-from pat_vllm.profiling.samples import StepSample, StepShape, SwitchSample
 from tests.support.kinds import full
 from tests.unit.predictor import examples
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from pat_vllm.layout import Layout
+from pat_vllm.profile import Profile, StepSample, StepShape
 from pat_vllm.profiling.quality import becomes_complete, problems
-from pat_vllm.profiling.samples import Profile, StepSample, StepShape
 
 ROOT = Path(__file__).parents[3]
 QUIET = (0.0030, 0.0031, 0.0029, 0.0032, 0.0030, 0.0031, 0.0030)

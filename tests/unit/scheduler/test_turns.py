@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pat_vllm.scheduler import turns
 from pat_vllm.predictor.state import Turn
+from pat_vllm.scheduler import turns
 from pat_vllm.scheduler.turns import Turns
 
 BLOCK = 4

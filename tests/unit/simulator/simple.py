@@ -8,7 +8,7 @@ from typing import Any
 
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.state import LiveState, Turn
-from pat_vllm.profiling.samples import Profile, StepShape
+from pat_vllm.profile import Profile, StepShape
 from pat_vllm.reporting import SwitchReport
 from pat_vllm.simulator.modelled.hardware import measured_noise
 from pat_vllm.simulator.traces import LengthTrace

@@ -13,7 +13,7 @@ from pat_vllm.layout import Layout
 from pat_vllm.predictor.adaptive import AdaptivePolicy
 from pat_vllm.predictor.policy import Policy, SchedulePolicy
 from pat_vllm.predictor.state import LiveState
-from pat_vllm.profiling.samples import Profile
+from pat_vllm.profile import Profile
 from pat_vllm.simulator import shapes
 from pat_vllm.simulator.accepted_drafts import AcceptedDraftTokens
 from pat_vllm.simulator.ground_truth import ReplayedGroundTruth

@@ -16,7 +16,7 @@ from pat_vllm.predictor.forecast import forecast
 from pat_vllm.predictor.planner import Planner
 from pat_vllm.predictor.policy import StayPolicy
 from pat_vllm.predictor.step_time import StepTimeModel
-from pat_vllm.profiling.samples import Profile, StepSample
+from pat_vllm.profile import Profile, StepSample
 from pat_vllm.simulator import shapes
 from pat_vllm.simulator.ground_truth import ReplayedGroundTruth
 from pat_vllm.simulator.modelled.hardware import measured_noise

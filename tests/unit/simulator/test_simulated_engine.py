@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.policy import StayPolicy
 from pat_vllm.predictor.state import Turn
-from pat_vllm.profiling.samples import StepShape
+from pat_vllm.profile import StepShape
 from pat_vllm.reporting import Report
 from pat_vllm.simulator.simulate import simulate, simulate_batches
 from pat_vllm.simulator.simulated_engine import SimulatedEngine, SimulatedLiveRequests

@@ -8,9 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pat_vllm.config import PATConfig
-from pat_vllm.start.gpus import GPUS
-from pat_vllm.models.known_models import MODEL_SHAPES
 from pat_vllm.layout import Layout
+from pat_vllm.models.known_models import MODEL_SHAPES
+from pat_vllm.models.model_size import ModelSize
+from pat_vllm.simulator.modelled.roofline import Machine
+from pat_vllm.start.gpus import GPUS
 from pat_vllm.start.limits import (
     MOST_BATCHED_TOKENS,
     MOST_SEQS,
@@ -18,8 +20,6 @@ from pat_vllm.start.limits import (
     layout_limits,
     narrower_limit,
 )
-from pat_vllm.models.model_size import ModelSize
-from pat_vllm.simulator.modelled.roofline import Machine
 
 RANKS = 8
 LAYOUTS = tuple(Layout.of(tp, RANKS) for tp in (1, 2, 4, 8))

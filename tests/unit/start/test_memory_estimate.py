@@ -16,14 +16,18 @@ from hypothesis import strategies as st
 
 from pat_vllm.advice.advise_options import AdviseOptions
 from pat_vllm.advice.rollouts import modelled_engine, rollouts_of
-from pat_vllm.models.checkpoint import named_config
 from pat_vllm.config import PATConfig
 from pat_vllm.doctor.arithmetic import check_memory, engine_shape
-from pat_vllm.start.gpus import GPUS, Device
-from pat_vllm.models.known_models import MODEL_SHAPES
 from pat_vllm.kv_transfer.plan import ROUNDS
 from pat_vllm.layout import Layout
+from pat_vllm.models.checkpoint import named_config
+from pat_vllm.models.known_models import MODEL_SHAPES
+from pat_vllm.models.model_size import ModelSize
+from pat_vllm.models.moe_config import MoEConfig, WantedExperts
+from pat_vllm.profile import Profile
+from pat_vllm.simulator.modelled.hardware import modelled_profile
 from pat_vllm.start.buffers import EngineShape, all_buffers, runner_buffers
+from pat_vllm.start.gpus import GPUS, Device
 from pat_vllm.start.memory_estimate import (
     Measured,
     RankMemory,
@@ -35,10 +39,6 @@ from pat_vllm.start.memory_estimate import (
     staged_share,
     static_engine,
 )
-from pat_vllm.models.model_size import ModelSize
-from pat_vllm.models.moe_config import MoEConfig, WantedExperts
-from pat_vllm.profiling.samples import Profile
-from pat_vllm.simulator.modelled.hardware import modelled_profile
 
 GB = 10**9
 LAYOUTS = tuple(Layout.of(tp, 8) for tp in (1, 2, 4, 8))

@@ -20,8 +20,8 @@ from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 from vllm.v1.executor.multiproc_executor import WorkerProc
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
-from pat_vllm.executor import rpc
 from pat_vllm.executor import executor as executor_module
+from pat_vllm.executor import rpc
 from pat_vllm.executor.executor import PATExecutor, PATExecutorMixin
 from pat_vllm.executor.messages import CallFailed, StepReply, SwitchCommand
 from pat_vllm.executor.os_resources import OsResourceCleanup

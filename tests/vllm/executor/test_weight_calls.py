@@ -8,8 +8,8 @@ from unittest.mock import Mock
 import pytest
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from pat_vllm.executor import rpc
 from pat_vllm.executor import executor as executor_module
+from pat_vllm.executor import rpc
 from pat_vllm.executor import weight_calls as weight_calls_module
 from pat_vllm.executor.lanes import EXECUTE
 from pat_vllm.executor.messages import PATSchedulerOutput

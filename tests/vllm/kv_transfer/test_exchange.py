@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from pat_vllm.models.kinds import SlidingWindow
 from pat_vllm.kv_transfer import shared_memory
 from pat_vllm.kv_transfer.exchange import CollectiveTransport, Exchange, Part
 from pat_vllm.kv_transfer.plan import ROUNDS, BlockMove, RankMoves, RequestBlocks, plan_moves
 from pat_vllm.kv_transfer.shared_memory import SharedMemoryTransport
 from pat_vllm.layout import Layout
+from pat_vllm.models.kinds import SlidingWindow
 from tests.support import kinds
 from tests.support.child import Child
 from tests.support.fork_server import preload

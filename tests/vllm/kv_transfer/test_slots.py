@@ -17,9 +17,9 @@ from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculat
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
-from pat_vllm.models.kinds import FullAttention, LinearAttention, class_of
 from pat_vllm.kv_transfer.plan import RequestBlocks, plan_moves
 from pat_vllm.layout import Layout
+from pat_vllm.models.kinds import FullAttention, LinearAttention, class_of
 from pat_vllm.worker.layout_config import block_ratio
 
 KEYS, EACH, WIDTH, KEY, ROWS = 8, 2, 8, 24, 3

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from pat_vllm.models.checkpoint import named_config
-from pat_vllm.doctor.child import Events
 from pat_vllm.cli.with_defaults import with_defaults
+from pat_vllm.doctor.child import Events
 from pat_vllm.doctor.environment import inspect_environment
+from pat_vllm.models.checkpoint import named_config
 from pat_vllm.models.known_models import MODEL_SHAPES
 from pat_vllm.models.layer_sizes import fields_of
 from pat_vllm.models.model_classes import MODEL_CLASSES, ModelClass

@@ -7,8 +7,8 @@ from dataclasses import replace
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 
-from pat_vllm.models.kinds import LinearAttention, class_of
 from pat_vllm.layout import Place
+from pat_vllm.models.kinds import LinearAttention, class_of
 from pat_vllm.patches.linear_attention import end_prompts_parts_with_blocks
 from tests.support.models import random_model
 from tests.vllm.weights.test_weights import as_rank, build, vllm_config_for

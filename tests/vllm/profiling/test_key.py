@@ -11,11 +11,11 @@ import pytest
 from vllm.engine.arg_utils import EngineArgs
 
 from pat_vllm.executor.messages import ResolvedKernels
+from pat_vllm.profile import ProfileError
 from pat_vllm.profiling.key import kernel_environment, profile_key, title
 from pat_vllm.profiling.load import _draft_lengths
-from pat_vllm.profiling.samples import ProfileError
 from tests.support.models import random_model
-from tests.unit.profiling.test_samples import profile
+from tests.unit.test_profile import profile
 
 RESOLVED = ResolvedKernels(("CPU_ATTN",), "materialized")
 DRAFTS = {

@@ -20,10 +20,10 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.request import Request, RequestStatus
 
-from pat_vllm.models import kinds
 from pat_vllm.executor.messages import SwitchCommand
-from pat_vllm.models.kinds import NULL_BLOCK
 from pat_vllm.layout import Layout
+from pat_vllm.models import kinds
+from pat_vllm.models.kinds import NULL_BLOCK
 from pat_vllm.scheduler.prefix_cache import find, num_cached
 from tests.support.kinds import LaterHalf
 from tests.vllm.scheduler.later_half import LaterHalfSpec

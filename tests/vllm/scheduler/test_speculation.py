@@ -18,10 +18,10 @@ from vllm.v1.request import RequestStatus
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from pat_vllm.predictor.draft_schedule import Schedule, draft_lengths, every_length
 from pat_vllm.executor.executor import StepResult
 from pat_vllm.layout import Layout
-from pat_vllm.profiling.samples import StepShape
+from pat_vllm.predictor.draft_schedule import Schedule, draft_lengths, every_length
+from pat_vllm.profile import StepShape
 from pat_vllm.scheduler import switch_plan
 from pat_vllm.scheduler.draft_rows import DraftRows
 from pat_vllm.scheduler.monitor import Monitor

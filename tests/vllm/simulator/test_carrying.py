@@ -12,7 +12,7 @@ import pytest
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.cost import Number
 from pat_vllm.predictor.policy import StayPolicy
-from pat_vllm.profiling.samples import StepShape
+from pat_vllm.profile import StepShape
 from pat_vllm.simulator.shapes import GENERATORS
 from pat_vllm.simulator.simulated_engine import SimulatedEngine
 from pat_vllm.simulator.traces import LengthTrace

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from pat_vllm.start import prepare as support
 from pat_vllm.config import pat_config
+from pat_vllm.start import prepare as support
 from pat_vllm.start.refused import RULES
 from tests.support.models import random_model
 

@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 from vllm.config import CacheConfig
 
-from pat_vllm.start import prepare as support
 from pat_vllm.config import PATConfig, chosen, default_layout, layouts_of, pat_config
 from pat_vllm.doctor.arithmetic import engine_shape
-from pat_vllm.start.gpus import GPUS
 from pat_vllm.models.known_models import MODEL_SHAPES
-from pat_vllm.start.limits import limits_by_tp
-from pat_vllm.start.buffers import EngineShape
 from pat_vllm.policy_config import StaticPolicyConfig
 from pat_vllm.reporting.history import EngineHistory
+from pat_vllm.start import prepare as support
+from pat_vllm.start.buffers import EngineShape
+from pat_vllm.start.gpus import GPUS
+from pat_vllm.start.limits import limits_by_tp
 from pat_vllm.worker.layout_config import layout_config
 from tests.support.models import random_model
 from tests.unit.simulator.modelled.test_choice import CHOICES, LONGEST, QWEN3_8B, QWEN3_32B

@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pat_vllm.start.gpus import GPUS
+from pat_vllm.layout import Layout
 from pat_vllm.models.known_models import MODEL_SHAPES
 from pat_vllm.models.layer_sizes import ExpertSizes
-from pat_vllm.layout import Layout
 from pat_vllm.models.model_size import ModelSize
-from pat_vllm.profiling.samples import Profile
+from pat_vllm.profile import Profile
 from pat_vllm.simulator.modelled.expert_load import ExpertLoad, busiest, hot_experts
 from pat_vllm.simulator.modelled.hardware import modelled_profile
 from pat_vllm.simulator.modelled.roofline import Machine
+from pat_vllm.start.gpus import GPUS
 from tests.support.held_out import held_out_error
 
 H200 = Machine(ModelSize.of(MODEL_SHAPES["qwen3-30b-a3b"]), GPUS["H200"])

@@ -1,4 +1,4 @@
-"""The KV that `pat_vllm.start.memory_estimate` grants a model with sliding windows, against vLLM's own plan."""
+"""The KV that `memory_estimate.py` grants a model with sliding windows, against vLLM's own plan."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
-from pat_vllm.start.gpus import Device
-from pat_vllm.models.kinds import class_of
 from pat_vllm.layout import Layout
-from pat_vllm.start.buffers import EngineShape
-from pat_vllm.start.memory_estimate import estimate
+from pat_vllm.models.kinds import class_of
 from pat_vllm.models.model_size import ModelSize
+from pat_vllm.start.buffers import EngineShape
+from pat_vllm.start.gpus import Device
+from pat_vllm.start.memory_estimate import estimate
 from tests.gpuless.planning import planning
 
 BLOCK, KV = 16, 4 << 30

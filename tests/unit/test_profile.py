@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pat_vllm.layout import Layout
+from pat_vllm.profile import Profile, ProfileError, StepSample, StepShape, thinned
 from pat_vllm.profiling import cache as profile_cache
-from pat_vllm.profiling.samples import Profile, ProfileError, StepSample, StepShape, thinned
 from tests.unit.predictor.examples import profile_of, switch_sample
 
 KEY = {"model": {"hidden_size": 8}, "ranks": 2}
