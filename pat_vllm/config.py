@@ -52,7 +52,7 @@ class PATConfig(StrictModel):
 
     Attributes:
         layouts: tensor-parallel sizes to keep ready, multiples of `base_tp`. None, or "auto": those
-            that an engine chooses when it starts (`simulator/modelled/choice.py`); until then
+            that an engine chooses when it starts (`modelled/choice.py`); until then
             `base_tp`, its doublings that divide the number of ranks, and the number of ranks.
         base_tp: the smallest tp, in which weights are loaded and to which an idle engine returns.
             None, or "auto": where `layouts` are named, the largest that divides them; else as an

@@ -21,10 +21,10 @@ import numpy as np
 from pat_vllm.advice.replayed_drafts import Text
 from pat_vllm.config import PATConfig
 from pat_vllm.files.reading import FileError, name_of, parse_json, read_text, shown
+from pat_vllm.modelled.batch_time import Load
 from pat_vllm.policy_config import PredictorPolicyConfig
 from pat_vllm.predictor import learned_state
 from pat_vllm.predictor.state import LiveRequests
-from pat_vllm.simulator.modelled.batch_time import Load
 from pat_vllm.simulator.traces import (
     MOST_SECONDS,
     MOST_TOKENS,

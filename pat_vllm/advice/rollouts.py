@@ -11,16 +11,16 @@ from pat_vllm.advice.lengths import EarlierRollouts, Tokenize, read_rollouts
 from pat_vllm.advice.replayed_drafts import DraftsGive, drafts_give
 from pat_vllm.config import PATConfig
 from pat_vllm.files.reading import cut, read_text, shown
+from pat_vllm.modelled.batch_time import Load
+from pat_vllm.modelled.hardware import measured_noise, modelled_profile
 from pat_vllm.models.checkpoint import NamedConfig, WithDefaults, config_file, named_config
 from pat_vllm.models.model_size import ModelSize
 from pat_vllm.profile import Profile
 from pat_vllm.simulator.ground_truth import ReplayedGroundTruth
-from pat_vllm.simulator.modelled.batch_time import Load
-from pat_vllm.simulator.modelled.choice import choose
-from pat_vllm.simulator.modelled.hardware import measured_noise, modelled_profile
 from pat_vllm.simulator.shapes import GENERATORS
 from pat_vllm.simulator.traces import LONGEST_PROMPT, LengthTrace, load_trace
 from pat_vllm.start.buffers import EngineShape
+from pat_vllm.start.choice import choose
 from pat_vllm.start.gpus import GPUS, NODE_SIZE, gpu_named
 
 DRAFT_LENGTHS = (0, 1, 2, 4, 7)

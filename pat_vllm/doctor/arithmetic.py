@@ -11,8 +11,8 @@ from pat_vllm.config import PATConfig
 from pat_vllm.doctor.report import Check
 from pat_vllm.models.model_size import ModelSize
 from pat_vllm.models.moe_config import MoEConfig
-from pat_vllm.simulator.modelled.choice import Choice, choose
 from pat_vllm.start.buffers import EngineShape
+from pat_vllm.start.choice import Choice, choose
 from pat_vllm.start.gpus import Device, gib
 from pat_vllm.start.memory_estimate import estimate
 

@@ -141,7 +141,7 @@ def _choose_layouts(vllm_config: VllmConfig) -> None:
     import torch
 
     assert isinstance(model.dtype, torch.dtype)  # a name until it is resolved
-    from pat_vllm.simulator.modelled.choice import choose
+    from pat_vllm.start.choice import choose
 
     pinned = _pin_layout(vllm_config)
     shape, pat = _engine_shape(vllm_config), pat_config(vllm_config)

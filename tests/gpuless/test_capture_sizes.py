@@ -10,14 +10,14 @@ import pytest
 from vllm.config import CompilationConfig, CUDAGraphMode, SpeculativeConfig, VllmConfig
 
 from pat_vllm.config import PATConfig, layouts_of
+from pat_vllm.modelled.batch_time import Load
 from pat_vllm.models.known_models import MODEL_SHAPES
-from pat_vllm.simulator.modelled.batch_time import Load
-from pat_vllm.simulator.modelled.choice import choose
 from pat_vllm.start.buffers import EngineShape
+from pat_vllm.start.choice import choose
 from pat_vllm.start.gpus import GPUS
 from pat_vllm.start.limits import limits_of
 from pat_vllm.worker.layout_config import layout_config
-from tests.unit.simulator.modelled.test_choice import QWEN3_8B
+from tests.unit.modelled.test_choice import QWEN3_8B
 
 
 def engine_config(seqs: int, tokens: int, chosen: dict[str, Any], **pat: Any) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from pat_vllm.simulator.modelled.hardware import modelled_profile
+from pat_vllm.modelled.hardware import modelled_profile
 from pat_vllm.start import text_only
 from tests.support.models import random_model
 

@@ -28,6 +28,7 @@ from pat_vllm.files import reading
 from pat_vllm.files import writing as files
 from pat_vllm.files.reading import SET_ASIDE
 from pat_vllm.files.writing import write_whole
+from pat_vllm.modelled.hardware import modelled_profile
 from pat_vllm.predictor import learned_state
 from pat_vllm.predictor.acceptance import Acceptance
 from pat_vllm.predictor.adaptive import AdaptivePolicy
@@ -35,7 +36,6 @@ from pat_vllm.predictor.length_model import LengthModel
 from pat_vllm.profile import Profile
 from pat_vllm.profiling import cache
 from pat_vllm.reporting import Report
-from pat_vllm.simulator.modelled.hardware import modelled_profile
 from pat_vllm.simulator.traces import load_trace
 from tests.unit.predictor.examples import some_lengths
 

@@ -30,11 +30,11 @@ from pat_vllm.advice.simulations import (
 from pat_vllm.advice.verdict import Advice, advise
 from pat_vllm.config import PATConfig
 from pat_vllm.layout import Layout
+from pat_vllm.modelled.hardware import modelled_profile
 from pat_vllm.models.checkpoint import named_config
 from pat_vllm.models.known_models import MODEL_SHAPES
 from pat_vllm.predictor.draft_schedule import Schedule
 from pat_vllm.profile import Profile
-from pat_vllm.simulator.modelled.hardware import modelled_profile
 from tests.support.command_line import invoke
 
 SMALL = AdviseOptions("llama-3.1-8b", "A40", 2, responses=32, max_tokens=256, iterations=2)

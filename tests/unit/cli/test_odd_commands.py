@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from pat_vllm.cli import app
+from pat_vllm.modelled.hardware import modelled_profile
 from pat_vllm.models.known_models import MODEL_SHAPES
 from pat_vllm.reporting import LiveSample, Report
-from pat_vllm.simulator.modelled.hardware import modelled_profile
 from tests.unit.reporting.samples import ONE, TWO, switch_report
 
 pytestmark = pytest.mark.timeout(300)

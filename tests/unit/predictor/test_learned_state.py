@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from pat_vllm.files.reading import FileError
+from pat_vllm.modelled.hardware import modelled_profile
 from pat_vllm.predictor import learned_state
 from pat_vllm.predictor.acceptance import Acceptance
 from pat_vllm.predictor.adaptive import AdaptivePolicy
-from pat_vllm.simulator.modelled.hardware import modelled_profile
 from tests.unit.predictor.examples import some_lengths
 
 LENGTHS = (0, 1, 2, 4)

@@ -14,6 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pat_vllm.layout import Layout
+from pat_vllm.modelled.hardware import modelled_profile
 from pat_vllm.predictor import savings as savings_module
 from pat_vllm.predictor.forecast import BatchForecast
 from pat_vllm.predictor.planner import Planner
@@ -23,7 +24,6 @@ from pat_vllm.predictor.state import Floats
 from pat_vllm.reporting import BatchSavings, BatchTimes
 from pat_vllm.simulator import shapes
 from pat_vllm.simulator.ground_truth import ReplayedGroundTruth
-from pat_vllm.simulator.modelled.hardware import modelled_profile
 from pat_vllm.simulator.simulate import simulate_batches
 from tests.unit.predictor.examples import (
     batches,

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from pat_vllm.layout import Layout
+from pat_vllm.modelled.hardware import measured_noise
 from pat_vllm.predictor.state import LiveState, Turn
 from pat_vllm.profile import Profile, StepShape
 from pat_vllm.reporting import SwitchReport
-from pat_vllm.simulator.modelled.hardware import measured_noise
 from pat_vllm.simulator.traces import LengthTrace
 from tests.support.schedules import FollowSchedule, LayoutSchedule
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pat_vllm.layout import Layout
+from pat_vllm.modelled.hardware import modelled_profile
 from pat_vllm.predictor.adaptive import AdaptivePolicy
 from pat_vllm.predictor.policy import Policy, SchedulePolicy
 from pat_vllm.predictor.state import LiveState
@@ -17,7 +18,6 @@ from pat_vllm.profile import Profile
 from pat_vllm.simulator import shapes
 from pat_vllm.simulator.accepted_drafts import AcceptedDraftTokens
 from pat_vllm.simulator.ground_truth import ReplayedGroundTruth
-from pat_vllm.simulator.modelled.hardware import modelled_profile
 from pat_vllm.simulator.simulate import simulate, simulate_batches
 from pat_vllm.simulator.traces import LengthTrace
 from tests.support.clairvoyant import ClairvoyantPolicy

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from pat_vllm.layout import Layout
+from pat_vllm.modelled.hardware import measured_noise
 from pat_vllm.predictor.adaptive import AdaptivePolicy
 from pat_vllm.predictor.cost import CostModel
 from pat_vllm.predictor.forecast import forecast
@@ -19,7 +20,6 @@ from pat_vllm.predictor.step_time import StepTimeModel
 from pat_vllm.profile import Profile, StepSample
 from pat_vllm.simulator import shapes
 from pat_vllm.simulator.ground_truth import ReplayedGroundTruth
-from pat_vllm.simulator.modelled.hardware import measured_noise
 from pat_vllm.simulator.simulate import simulate, simulate_batches
 from tests.unit.predictor import examples
 from tests.unit.predictor.examples import decode, live_requests

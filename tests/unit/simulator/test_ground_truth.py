@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import pytest
 
+from pat_vllm.modelled.hardware import measured_noise, modelled_profile
 from pat_vllm.profile import Profile, StepShape
 from pat_vllm.simulator.ground_truth import ReplayedGroundTruth
-from pat_vllm.simulator.modelled.hardware import measured_noise, modelled_profile
 from tests.unit.simulator.simple import ONE, TWO
 
 

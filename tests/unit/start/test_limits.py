@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from pat_vllm.config import PATConfig
 from pat_vllm.layout import Layout
+from pat_vllm.modelled.roofline import Machine
 from pat_vllm.models.known_models import MODEL_SHAPES
 from pat_vllm.models.model_size import ModelSize
-from pat_vllm.simulator.modelled.roofline import Machine
 from pat_vllm.start.gpus import GPUS
 from pat_vllm.start.limits import (
     MOST_BATCHED_TOKENS,

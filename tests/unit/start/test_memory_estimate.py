@@ -20,12 +20,12 @@ from pat_vllm.config import PATConfig
 from pat_vllm.doctor.arithmetic import check_memory, engine_shape
 from pat_vllm.kv_transfer.plan import ROUNDS
 from pat_vllm.layout import Layout
+from pat_vllm.modelled.hardware import modelled_profile
 from pat_vllm.models.checkpoint import named_config
 from pat_vllm.models.known_models import MODEL_SHAPES
 from pat_vllm.models.model_size import ModelSize
 from pat_vllm.models.moe_config import MoEConfig, WantedExperts
 from pat_vllm.profile import Profile
-from pat_vllm.simulator.modelled.hardware import modelled_profile
 from pat_vllm.start.buffers import EngineShape, all_buffers, runner_buffers
 from pat_vllm.start.gpus import GPUS, Device
 from pat_vllm.start.memory_estimate import (

@@ -24,7 +24,7 @@ from pat_vllm.start.gpus import GPUS
 from pat_vllm.start.limits import limits_by_tp
 from pat_vllm.worker.layout_config import layout_config
 from tests.support.models import random_model
-from tests.unit.simulator.modelled.test_choice import CHOICES, LONGEST, QWEN3_8B, QWEN3_32B
+from tests.unit.modelled.test_choice import CHOICES, LONGEST, QWEN3_8B, QWEN3_32B
 
 MODELS: dict[str, Any] = {
     "8B": {**QWEN3_8B, "architectures": ["Qwen3ForCausalLM"]},
@@ -60,7 +60,7 @@ def engine_config(model: Path, ranks: int = 8, pat: Any = None, **options: Any) 
 def test_an_engine_agrees_with_doctor(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lines: list[str], model: str
 ) -> None:
-    """And with `advise`: tests/unit/simulator/modelled/test_choice.py."""
+    """And with `advise`: tests/unit/start/test_choice.py."""
     (tmp_path / "config.json").write_text(json.dumps(MODELS[model]))
     shape_of = support._engine_shape
     monkeypatch.setattr(

@@ -14,12 +14,7 @@ from itertools import permutations, product
 from pathlib import Path
 
 from pat_vllm.layout import Layout
-from pat_vllm.models.checkpoint import NamedConfig, named_config
-from pat_vllm.models.layer_sizes import routing_of
-from pat_vllm.models.model_size import ModelSize
-from pat_vllm.models.moe_config import MoEConfig, WantedExperts
-from pat_vllm.profile import Profile, StepSample, StepShape, SwitchSample
-from pat_vllm.simulator.modelled.roofline import (
+from pat_vllm.modelled.roofline import (
     COMPUTE_EFFICIENCY,
     EXCHANGE_EFFICIENCY,
     EXPERT_KERNELS,
@@ -30,6 +25,11 @@ from pat_vllm.simulator.modelled.roofline import (
     SWITCH_FIXED,
     Machine,
 )
+from pat_vllm.models.checkpoint import NamedConfig, named_config
+from pat_vllm.models.layer_sizes import routing_of
+from pat_vllm.models.model_size import ModelSize
+from pat_vllm.models.moe_config import MoEConfig, WantedExperts
+from pat_vllm.profile import Profile, StepSample, StepShape, SwitchSample
 from pat_vllm.start.buffers import EngineShape
 from pat_vllm.start.gpus import GPUS, NODE_SIZE, Device, GiB, gpu_named
 from pat_vllm.start.limits import Limits

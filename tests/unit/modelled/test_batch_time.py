@@ -10,10 +10,10 @@ from pat_vllm.advice.advise_options import AdviseOptions
 from pat_vllm.advice.rollouts import rollouts_of
 from pat_vllm.advice.simulations import Config, Task, replay_chain
 from pat_vllm.layout import Layout
+from pat_vllm.modelled.batch_time import Load, batch_seconds
+from pat_vllm.modelled.roofline import Machine
 from pat_vllm.models.known_models import MODEL_SHAPES
 from pat_vllm.models.model_size import ModelSize
-from pat_vllm.simulator.modelled.batch_time import Load, batch_seconds
-from pat_vllm.simulator.modelled.roofline import Machine
 from pat_vllm.start.gpus import GPUS
 
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from math import log2
 
 from pat_vllm.layout import Layout
+from pat_vllm.modelled.expert_load import ExpertLoad, busiest, hot_experts
 from pat_vllm.models.model_size import ModelSize
 from pat_vllm.profile import SwitchSample
-from pat_vllm.simulator.modelled.expert_load import ExpertLoad, busiest, hot_experts
 from pat_vllm.start.gpus import Gpu
 
 MEMORY_EFFICIENCY = 0.92

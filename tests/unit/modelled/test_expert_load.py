@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pat_vllm.layout import Layout
+from pat_vllm.modelled.expert_load import ExpertLoad, busiest, hot_experts
+from pat_vllm.modelled.hardware import modelled_profile
+from pat_vllm.modelled.roofline import Machine
 from pat_vllm.models.known_models import MODEL_SHAPES
 from pat_vllm.models.layer_sizes import ExpertSizes
 from pat_vllm.models.model_size import ModelSize
 from pat_vllm.profile import Profile
-from pat_vllm.simulator.modelled.expert_load import ExpertLoad, busiest, hot_experts
-from pat_vllm.simulator.modelled.hardware import modelled_profile
-from pat_vllm.simulator.modelled.roofline import Machine
 from pat_vllm.start.gpus import GPUS
 from tests.support.held_out import held_out_error
 

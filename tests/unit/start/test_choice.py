@@ -14,13 +14,13 @@ from pat_vllm.advice.rollouts import rollouts_of
 from pat_vllm.config import PATConfig
 from pat_vllm.doctor.arithmetic import check_memory, engine_shape
 from pat_vllm.layout import Layout
+from pat_vllm.modelled.batch_time import Load
 from pat_vllm.models.known_models import MODEL_SHAPES
 from pat_vllm.models.model_size import ModelSize
-from pat_vllm.simulator.modelled import choice
-from pat_vllm.simulator.modelled.batch_time import Load
-from pat_vllm.simulator.modelled.choice import Choice, choose
 from pat_vllm.simulator.shapes import GENERATORS
+from pat_vllm.start import choice
 from pat_vllm.start.buffers import EngineShape
+from pat_vllm.start.choice import Choice, choose
 from pat_vllm.start.gpus import GPUS, Device
 from pat_vllm.start.memory_estimate import estimate
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from pat_vllm.layout import Layout
+from pat_vllm.modelled.hardware import modelled_profile
+from pat_vllm.modelled.roofline import MEMORY_EFFICIENCY, SWITCH_FIXED, Machine
 from pat_vllm.models.known_models import MODEL_SHAPES
 from pat_vllm.models.model_size import ModelSize
 from pat_vllm.profile import Profile
-from pat_vllm.simulator.modelled.hardware import modelled_profile
-from pat_vllm.simulator.modelled.roofline import MEMORY_EFFICIENCY, SWITCH_FIXED, Machine
 from pat_vllm.start.buffers import EngineShape
 from pat_vllm.start.gpus import GPUS
 from pat_vllm.start.memory_estimate import estimate

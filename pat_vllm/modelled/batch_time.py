@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pat_vllm.layout import Layout
+from pat_vllm.modelled.roofline import Machine
 from pat_vllm.predictor.state import Floats
 from pat_vllm.simulator.accepted_drafts import acceptance_of_each
-from pat_vllm.simulator.modelled.roofline import Machine
 from pat_vllm.simulator.shapes import GENERATORS
 from pat_vllm.simulator.traces import LengthTrace
 

@@ -14,11 +14,11 @@ from typing import Any
 
 from pat_vllm.config import PATConfig, tp_of
 from pat_vllm.layout import Layout
+from pat_vllm.modelled.batch_time import Load, batch_seconds
+from pat_vllm.modelled.roofline import Machine
 from pat_vllm.models.model_size import ModelSize
 from pat_vllm.models.moe_config import MoEConfig, WantedExperts
 from pat_vllm.predictor.draft_schedule import draft_lengths
-from pat_vllm.simulator.modelled.batch_time import Load, batch_seconds
-from pat_vllm.simulator.modelled.roofline import Machine
 from pat_vllm.start.buffers import EngineShape
 from pat_vllm.start.gpus import Device, Gpu, Link, gib, known_gpu, link_of
 from pat_vllm.start.memory_estimate import RankMemory, estimate, static_engine
