@@ -51,7 +51,7 @@ test-fast: venv ## The first part of it, in a minute: arithmetic
 	$(BIN)/python -m pytest -n 2 tests/unit
 
 test-nightly: venv $(VERL_VENV)/.installed $(OPENRLHF_VENV)/.installed test-trainers test-vllm check-wheel ## All: also products of axes, storms, soak, kills, mutations, trainers, vLLM 0.33, the wheel
-	PAT_TEST_ALL=1 .ci/test $(BIN)/python
+	.ci/test $(BIN)/python
 	$(BIN)/python -m pytest tests/nightly --ignore tests/nightly/verl --ignore tests/nightly/openrlhf --ignore tests/nightly/trainers
 	$(VERL_VENV)/bin/python -m pytest tests/verl tests/nightly/verl
 	$(OPENRLHF_VENV)/bin/python -m pytest tests/openrlhf tests/nightly/openrlhf

@@ -93,7 +93,9 @@ _WHY: dict[str, dict[str, str]] = {
     "vllm.v1.worker.gpu.model_runner:": {
         "GPUModelRunner": f"takes memory as vLLM's, without a model{_START}",
     },
-    "vllm.v1.worker.gpu_model_runner:": {"GPUModelRunner": "takes memory as vLLM's, without a model"},
+    "vllm.v1.worker.gpu_model_runner:": {
+        "GPUModelRunner": "takes memory as vLLM's, without a model"
+    },
     "vllm.v1.worker.gpu_worker:": {
         "HAS_TRITON": "V2 asks for Triton here, too, since vLLM 0.33; no kernel of it runs",
         "MemorySnapshot request_memory": _NO_GPU + _START,

@@ -95,7 +95,6 @@ def check_kinds(events: Events) -> None:
         assert moved >= switches != set()
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("size", SIZES)
 def test_all_ranks_make_the_same_calls_on_their_devices(ranks: Program, size: str) -> None:
     events = [[Event.read(fields) for fields in rank] for rank in ranks.of(size)]

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpuless.test_platforms_of_published import PUBLISHED, run_on
+from tests.vllm.contract.published_runs import PUBLISHED, run_on
 
 
 @pytest.mark.parametrize("version", PUBLISHED)
 def test_platforms(version: str, tmp_path: Path) -> None:
-    run_on(version, ["gpuless/test_platforms.py"], tmp_path, v2=True)
+    tests = ["nightly/gpuless/test_platforms.py", "gpuless/test_kv_layouts.py"]
+    run_on(version, tests, tmp_path, v2=True)
 
 
 @pytest.mark.parametrize("version", PUBLISHED)

@@ -135,7 +135,7 @@ class _Run:
             del sys.modules[name]
         folder = str(self._folder)
         sys.path[:] = [folder, *(path for path in sys.path if path not in ("", str(ROOT)))]
-        os.environ |= {"PYTHONPATH": folder, "PYTHONDONTWRITEBYTECODE": "1", "PAT_TEST_ALL": "1"}
+        os.environ |= {"PYTHONPATH": folder, "PYTHONDONTWRITEBYTECODE": "1"}
         sys.dont_write_bytecode = True
         os.chdir(folder)
         import pytest

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpuless.test_platforms_of_published import PUBLISHED, run_on
+from tests.vllm.contract.published_runs import PUBLISHED, run_on
 
 RUN = ("scheduler/test_scheduler.py", "executor/test_lanes.py")
 

@@ -21,8 +21,6 @@ from tests.gpuless.matrix import (
 from tests.gpuless.platforms import DEFAULTS_ONLY, PLATFORMS
 from tests.gpuless.programs import Program, program
 
-pytestmark = pytest.mark.costly
-
 Lines = list[dict[str, Any]]
 
 FIRST_CHOICE = {

@@ -36,7 +36,6 @@ def run_on(version: str, tests: Sequence[str], folder: Path, v2: bool = False) -
     runner = [SUPPORT / "v2_on_cpu"] if v2 else []
     folders = [sources, folder, *runner, ROOT, os.environ.get("PYTHONPATH", "")]
     path = {"PYTHONPATH": os.pathsep.join(map(str, folders))}
-    # Without conftest.py, which keeps in mind what passes on the vLLM that is installed.
     command = [sys.executable, "-m", "pytest", "-v", "--noconftest", "-p", "no:cacheprovider"]
     child = Child(
         [*command, "-p", "python_files", *(f"tests/{test}" for test in tests)],
@@ -51,9 +50,3 @@ def run_on(version: str, tests: Sequence[str], folder: Path, v2: bool = False) -
         child.kill()
     assert str(sources / "vllm" / "__init__.py") in child.output
     assert " skipped" not in child.output and " passed" in child.output
-
-
-@pytest.mark.costly
-@pytest.mark.parametrize("version", PUBLISHED)
-def test_kv_layouts(version: str, tmp_path: Path) -> None:
-    run_on(version, ["gpuless/test_kv_layouts.py"], tmp_path, v2=True)
