@@ -25,11 +25,11 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from pat_vllm.kernels import kv, suffix_match, swap
-from pat_vllm.models.kinds import LinearAttention
-from pat_vllm.models.known_models import MODEL_SHAPES
 from pat_vllm.kv_transfer.exchange import _words
 from pat_vllm.kv_transfer.kv_buffer import SharedKVBuffer
 from pat_vllm.layout import Layout
+from pat_vllm.models.kinds import LinearAttention
+from pat_vllm.models.known_models import MODEL_SHAPES
 from pat_vllm.models.model_size import ModelSize
 from pat_vllm.worker.layout_config import KV_LAYOUTS, layout_kv_cache_config
 from tests.gpuless.planning import planning

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
 from tests.vllm.kernels.triton_kernels import in_interpreter, in_process, needs_triton
 
 pytestmark = needs_triton
