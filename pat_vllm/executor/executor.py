@@ -106,7 +106,7 @@ class PATExecutorMixin(OwnRepliesMixin):
     weights_version = 0
     """Grows with each call that may have written weights."""
     cause = ""
-    """Of the engine's failure, in words."""
+    """Why the engine has failed, in words."""
     _network = Network()
     _missing = False
     """Whether the base layout's weights are incomplete since the last such call."""

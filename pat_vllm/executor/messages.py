@@ -45,7 +45,7 @@ class SwitchTimes:
 
     @classmethod
     def slowest(cls, ranks: Sequence[SwitchTimes]) -> SwitchTimes:
-        """Of each part the time of the rank that took longest; their sum may exceed the call."""
+        """Each part's time on the rank that took longest; their sum may exceed the call."""
         parts = ("states", "kv", "weights", "activate", "kv_bytes")
         return cls(**{part: max(getattr(times, part) for times in ranks) for part in parts})
 

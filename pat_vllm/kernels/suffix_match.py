@@ -16,7 +16,7 @@ BLOCK = 1024
 """Places that a program scores."""
 
 BITS = tl.constexpr(40)
-"""Of a score, the match's tokens are above these bits; below is the place, from 1."""
+"""A score has the match's tokens above these bits, and the place, from 1, in them."""
 
 OWN = tl.constexpr(1 << 39)
 """Added to places in the own text, which comes after the others."""

@@ -18,8 +18,8 @@ from pat_vllm.models.kinds import Kinds, StateKind
 ROUNDS = 32
 """Rounds in which a layer arrives where much of it moves. What arrives in one is staged."""
 EXCHANGE_CHANNELS = 8
-"""Of NCCL's, at most, by which KV moves between two ranks: each takes memory of every device for
-every other one, in the whole life of an engine. By default there are up to 32 over NVSwitch."""
+"""At most so many channels of NCCL's move KV between two ranks: each takes memory of every device
+for every other one, in the whole life of an engine. By default there are up to 32 over NVSwitch."""
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ class RankMoves:
 
 
 def _part(moves: Iterable[BlockMove], i: int, parts: int) -> tuple[BlockMove, ...]:
-    """Of each move part `i`, a run of its blocks; none of a move that has too few."""
+    """Part `i` of each move: a run of its blocks; none of a move that has too few."""
     cut = []
     for move in moves:
         total = len(move.source_blocks)

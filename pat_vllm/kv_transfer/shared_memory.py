@@ -164,7 +164,7 @@ class _Segment:
 
     @classmethod
     def attach(cls, address: str | None) -> _Segment | None:
-        """That of another rank; None when it is out of reach."""
+        """Another rank's segment; None when it is out of reach."""
         if address is None:
             return None
         path, name = address.split()

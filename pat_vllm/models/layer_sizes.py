@@ -18,7 +18,7 @@ _ALONE = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"
 _ALONE |= {"mamba": "linear_attention", "attention": "full_attention"}
 """What a layer of Nemotron-H has, by how a `config.json` names it."""
 _MOST = 1 << 24
-"""Of any size in a config. Real ones are far below."""
+"""No size in a config may exceed this. Real ones are far below."""
 _MOST_LAYERS = 1 << 14
 
 
@@ -67,7 +67,8 @@ def has_states(config: Mapping[str, Any]) -> bool:
 
 
 def alone_in_layers(config: Mapping[str, Any]) -> list[str] | None:
-    """Of models whose layers have attention or linear attention or an MLP or experts: which.
+    """What each layer has, in models whose layers have one of attention, linear attention, an MLP
+    and experts.
 
     Returns:
         "full_attention", "linear_attention", "mlp" or "moe" for each layer; None: layers have
@@ -246,7 +247,8 @@ class LatentSizes:
         return self.nope + self.rope
 
     def weights(self, hidden: int, heads: float) -> float:
-        """Of a layer, on a rank with so many heads. What makes latent vectors is replicated."""
+        """Elements of a layer's weights on a rank with `heads` heads. What makes latent vectors is
+        replicated."""
         source = self.query_rank or hidden
         replicated = hidden * (self.query_rank + self.rank + self.rope)
         keys_and_values = self.rank * (self.nope + self.value)
@@ -317,16 +319,16 @@ class LinearSizes:
 
     @property
     def rows(self) -> int:
-        """Of the matrix that makes them, with the gates."""
+        """Rows of the matrix that makes queries, keys and values, with the gates."""
         return self.columns + self.values * self.value
 
     @property
     def matrix(self) -> int:
-        """Of a request's state in a layer: that of each value head."""
+        """Elements of a request's state in a layer: a matrix for each value head."""
         return self.values * self.value * self.key
 
     def weights(self, hidden: int) -> int:
-        """Of a layer."""
+        """Elements of a layer's weights."""
         around = hidden * (self.rows + (self.gates + self.value) * self.values)
         return around + self.columns * self.kernel
 

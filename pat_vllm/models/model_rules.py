@@ -49,7 +49,7 @@ class ModelFacts:
     def of_file(
         cls, name: str, config: Mapping[str, Any], fields: Mapping[str, Any], pools: bool = False
     ) -> ModelFacts:
-        """Of a checkpoint, without vLLM.
+        """The facts of a checkpoint, found without vLLM.
 
         Args:
             config: contents of its `config.json`.

@@ -161,7 +161,7 @@ class ModelSize:
         return attention + self.hidden * mlp
 
     def kv_elements(self, tp: int) -> int:
-        """Of a token's KV in one layer, on one rank; heads are replicated where they are few.
+        """Elements of a token's KV in one layer on one rank; few heads are replicated.
 
         A latent vector is whole on every rank.
         """

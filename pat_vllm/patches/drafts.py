@@ -122,7 +122,7 @@ def _find_all(original: Callable[..., None]) -> Callable[..., None]:
 def _worth_capturing(
     graphs: Sequence[BatchExecutionDescriptor], longest: int
 ) -> list[BatchExecutionDescriptor]:
-    """Of graphs for some drafts, but not the most, those for batches that have one for none.
+    """The graphs to keep for some drafts, but not the most: for batches with a graph for none.
 
     And the largest of each length. There is a size for nearly each batch otherwise, and so a graph
     of each length: eight times as many as without speculation.
@@ -141,7 +141,7 @@ def _worth_capturing(
 def _smallest_graphs(
     manager: CudaGraphManager, num_tokens: int, num_active_loras: int
 ) -> list[BatchExecutionDescriptor]:
-    """Of each kind, the smallest graph for so many tokens; kinds for fewer steps come first."""
+    """Each kind's smallest graph for so many tokens; kinds for fewer steps come first."""
     kinds: dict[Any, BatchExecutionDescriptor] = {}
     for graphs in manager._capture_descs.values():
         for graph in graphs:  # the largest comes first

@@ -58,7 +58,7 @@ _WORKSPACES = {
     "_fi_ar_workspace_failed": False,
     "_fi_ar_quant_workspace_failed": False,
 }
-"""Of `_FLASHINFER`: made for one group, by the first that asks, and looked up at each call."""
+"""What `_FLASHINFER` keeps for one group: made by the first that asks, looked up at each call."""
 _workspaces_of: dict[int, dict[str, Any]] = {}
 
 

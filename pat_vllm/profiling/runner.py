@@ -108,7 +108,7 @@ class Profiler:
         return self
 
     def _prefix(self) -> str:
-        """Of request ids that were not used before."""
+        """A beginning of request ids that was not used before."""
         return f"pat-profile-{next(self._numbers)}"
 
     # ---------------------------------------------------------------- steps

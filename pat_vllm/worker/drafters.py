@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def history_bytes(vllm_config: VllmConfig) -> int:
-    """Of the earlier responses that an engine keeps for its drafters; 0: they look into none.
+    """Bytes of earlier responses that an engine keeps for its drafters; 0: they look into none.
 
     Model Runner V1's "ngram_gpu" is vLLM's own in any case.
     """

@@ -234,8 +234,8 @@ def _lists_of(state: CachedRequestState) -> Lists:
 def _restore_added(
     runner: RunnerV1, state: CarriedState, added: Sequence[AddedRequest]
 ) -> Iterator[tuple[AddedRequest, Callable[[], object]]]:
-    """Of requests that come to a batch those that another layout's runner had, and what gives each
-    its row's state back."""
+    """Yield the added requests that another layout's runner had, each with what gives its row its
+    state back."""
     if not state.waiting:
         return
     state.keep(runner.requests)

@@ -87,7 +87,7 @@ class LayoutRuntime:
             )
 
     def check_kv_cache_layouts(self, names: Sequence[str]) -> list[str]:
-        """Of the KV cache layouts that the attention backends take, those that PAT takes, too.
+        """The KV cache layouts that both the attention backends and PAT take.
 
         Raises:
             ValueError: PAT takes none of them; names the backends and what helps.
