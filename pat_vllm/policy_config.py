@@ -103,7 +103,7 @@ class SchedulePolicyConfig(StrictModel):
 
 
 class PredictorPolicyConfig(StrictModel):
-    """Switch when the predicted saving exceeds the predicted cost.
+    """Follow the plan of layouts that is predicted to end the batch soonest, switches included.
 
     Attributes:
         profile: file made by `pat-vllm profile` for this engine; None: the cached one, or a quick
@@ -112,12 +112,17 @@ class PredictorPolicyConfig(StrictModel):
             drafts, is read from and kept in this file; None: kept as long as the engine lives.
         length_bound: longest response, tokens, in place of what each request says. Benchmarks
             that fix lengths by `max_tokens` hide them from the predictor with it.
+        control_every: each so many-th batch is a control batch: it is kept in the static layout
+            that would be best for a batch like the one before it, by the planner, and the report
+            tells what the others take relative to such batches; None: none is. With 2, two control
+            batches would have a neighbour in common, and be no independent samples.
     """
 
     kind: Literal["predictor"] = "predictor"
     profile: FileName | None = None
     lengths_file: FileName | None = None
     length_bound: Annotated[StrictInt, Field(ge=1, le=_MOST_TOKENS)] | None = None
+    control_every: Annotated[StrictInt, Field(ge=3, le=_MOST_TOKENS)] | None = None
 
 
 PolicyConfig = Annotated[

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pat_vllm.layout import Layout
-from pat_vllm.reporting import DecisionReport, SwitchReport
+from pat_vllm.reporting import DecisionReport, PredictorReport, SwitchReport
 
 PAT = "PAT"
 """Name of the adaptive side."""
@@ -62,8 +62,8 @@ def prediction_error(runs: Sequence[Run]) -> dict[str, Any]:
         Mean absolute relative errors, None without any: `steps` of decode steps, each predicted
         before it was learnt from, by layout's name; `before`, `after` of the step time before and
         after a switch, when it was decided; `cost` of the switches' summed seconds, steps in flight
-        that they wait for included. And `saving`: predicted seconds that the switches decided on
-        would save, summed up.
+        that they wait for included. And `true`: the share of the decided switches after which steps
+        became faster or slower as predicted.
     """
     sums: dict[str, tuple[int, float]] = {}
     for run in runs:
@@ -83,5 +83,5 @@ def prediction_error(runs: Sequence[Run]) -> dict[str, Any]:
         "after": error([(d.step_after, d.real_after) for d in fired]),
         # Single waits for steps in flight are a matter of luck: the sums are compared.
         "cost": error([(sum(d.cost for d in fired), sum(s.seconds for s in switches))]),
-        "saving": sum(d.saving for d in fired if d.why == "saving"),
+        "true": PredictorReport(tuple(fired)).share_come_true,
     }

@@ -17,7 +17,7 @@ def plot_report(
         typer.Option(help="Picture to write (.png, .svg, .pdf); by default named after the JSON."),
     ] = None,
 ) -> None:
-    """Draw what an engine did: live requests, layouts, draft lengths, switches and savings."""
+    """Draw what an engine did: live requests, layouts, draft lengths, switches and steps."""
     from pat_vllm.reporting import Report
     from pat_vllm.reporting.text import summary
 

@@ -259,7 +259,7 @@ class PATEngine:
         def counts() -> tuple[int, int]:
             # Of all time: drafts are counted by the second.
             drafts = report(self.llm).drafts
-            return sum(d.accepted for d in drafts), sum(d.drafted for d in drafts)
+            return sum(d.counts.accepted for d in drafts), sum(d.counts.drafted for d in drafts)
 
         used: list[int] = []
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from pat_vllm.layout import Layout
 from pat_vllm.metrics import names
-from pat_vllm.reporting import BatchSavings, DraftCounts, RefusedSwitch, SwitchReport
+from pat_vllm.reporting import BatchReport, DraftCounts, RefusedSwitch, SwitchReport
 
 
 class Update(NamedTuple):
@@ -74,13 +74,11 @@ class MetricUpdates:
     def refused(self, refused: RefusedSwitch) -> None:
         self._add(names.REFUSED, (refused.reason,), 1)
 
-    def saved(self, batch: BatchSavings) -> None:
-        self._add(names.BATCHES, (), 1)
-        for estimate in names.ESTIMATES:
-            times = getattr(batch, estimate)
-            for way in names.WAYS:
-                # An estimate may be negative; a counter cannot fall.
-                self._add(names.BATCH_SECONDS, (estimate, way), max(0.0, getattr(times, way)))
+    def batch(self, batch: BatchReport) -> None:
+        control = (str(batch.control).lower(),)
+        self._add(names.BATCHES, control, 1)
+        self._add(names.BATCH_SECONDS, control, batch.seconds)
+        self._add(names.BATCH_TOKENS, control, batch.tokens)
 
     # To the front end
 

@@ -7,18 +7,12 @@ Draft tokens that were verified and accepted are in vLLM's own counters
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import permutations, product
+from itertools import permutations
 
 from prometheus_client import Counter, Gauge, Histogram
 
 from pat_vllm.layout import Layout
 from pat_vllm.reporting import REFUSALS, SWITCH_REASONS
-
-WAYS = ("fixed", "switching", "drafting")
-"""The ways to do a batch that `BatchTimes` knows: values of the label `way`."""
-ESTIMATES = ("predicted", "realised")
-"""Values of the label `estimate`, see `BatchSavings`."""
-
 
 TENSOR_PARALLEL_SIZE = "vllm:pat_tensor_parallel_size"
 NUM_REPLICAS = "vllm:pat_num_replicas"
@@ -31,6 +25,7 @@ STALL = "vllm:pat_switch_stall_seconds"
 REFUSED = "vllm:pat_refused_switches"
 BATCHES = "vllm:pat_batches"
 BATCH_SECONDS = "vllm:pat_batch_seconds"
+BATCH_TOKENS = "vllm:pat_batch_tokens"
 
 METRICS: Mapping[str, tuple[type[Gauge | Counter | Histogram], str, tuple[str, ...]]] = {
     TENSOR_PARALLEL_SIZE: (Gauge, "Tensor-parallel size of the layout in use.", ()),
@@ -72,19 +67,17 @@ METRICS: Mapping[str, tuple[type[Gauge | Counter | Histogram], str, tuple[str, .
     ),
     BATCHES: (
         Counter,
-        "Number of batches whose savings the predictor policy has estimated. A batch ends after "
-        "its last output: an `LLM` shows that with its next request.",
-        (),
+        "Number of batches that ended. A batch ends after its last output: an `LLM` shows that "
+        "with its next request. Control labels: 'true' = it was kept in one layout, for the "
+        "others to be compared with it; 'false'.",
+        ("control",),
     ),
     BATCH_SECONDS: (
         Counter,
-        "Seconds of these batches, done in three ways: 'fixed' = in the base layout without "
-        "drafts, 'switching' = in the layouts they were in, switches included, without drafts, "
-        "'drafting' = with drafts, too. 'predicted' by the plan that saw most requests; of "
-        "'realised', 'drafting' is measured and the others are estimated. Layouts saved fixed - "
-        "switching, drafts switching - drafting.",
-        ("estimate", "way"),
+        "Seconds of these batches, from the first arrival to the last output.",
+        ("control",),
     ),
+    BATCH_TOKENS: (Counter, "Number of tokens that these batches generated.", ("control",)),
 }
 """By name: what it is to Prometheus, its help, and its labels beside the model's name and the
 engine's index, which every metric has. Names are formed as vLLM's; to a counter's Prometheus adds
@@ -109,8 +102,8 @@ def known_series(layouts: Sequence[Layout]) -> Iterator[tuple[str, tuple[str, ..
         yield STALL, (reason,)
     for reason in REFUSALS:
         yield REFUSED, (reason,)
-    yield BATCHES, ()
     yield REPEATED_DRAFTED, ()
     yield REPEATED_ACCEPTED, ()
-    for labels in product(ESTIMATES, WAYS):
-        yield BATCH_SECONDS, labels
+    for metric in (BATCHES, BATCH_SECONDS, BATCH_TOKENS):
+        for control in ("false", "true"):
+            yield metric, (control,)

@@ -26,7 +26,6 @@ from pat_vllm.predictor.learned_state import LearnedStateFile
 from pat_vllm.predictor.planner import LayoutCosts, Plan, Planner
 from pat_vllm.predictor.policy import SETTLE_SECONDS, Policy
 from pat_vllm.predictor.probing import Prober
-from pat_vllm.predictor.savings import Savings
 from pat_vllm.predictor.speeds import Speeds
 from pat_vllm.predictor.state import Ints, LiveRequests, LiveState, Turn
 from pat_vllm.predictor.step_time import StepTimeModel
@@ -51,7 +50,7 @@ _OBSERVING_SHARE = 0.002
 _STEADY = 0.9
 """Share of the steps that had one draft length, from which on it counts as that of all."""
 _FUTURES = 8
-"""Sampled futures per plan. With four, batches take as long, but savings are predicted worse."""
+"""Sampled futures per plan. With four, batches take as long."""
 
 
 class AdaptivePolicy(Policy):
@@ -67,6 +66,7 @@ class AdaptivePolicy(Policy):
         costs: CostModel | None = None,
         lengths_file: Path | None = None,
         draft_lengths: Sequence[int] = (0,),
+        control_every: int | None = None,
         timer: Callable[[], float] = time.perf_counter,
     ) -> None:
         """The policy of a profile's engine.
@@ -79,6 +79,8 @@ class AdaptivePolicy(Policy):
                 can be read, and kept here between engines.
             draft_lengths: among which it chooses, ascending. With 0 alone it plans as if no draft
                 was accepted, and leaves draft lengths to the engine's configuration.
+            control_every: each so many-th batch is kept in the static layout that would be best for
+                a batch like the one before it, by the planner; None: none is.
             timer: measures this policy's own work, which is bounded; a simulator that wants
                 reproducible runs passes one that stands still.
         """
@@ -105,7 +107,8 @@ class AdaptivePolicy(Policy):
         self._trajectories = Trajectories()
         self._prober = Prober()
         self._decisions = Decisions()
-        self._savings = Savings(self._planner)
+        self._control_every = control_every
+        self._batches_ended = 0
         self._last_step = 0.0
         self._timer = timer
 
@@ -135,12 +138,10 @@ class AdaptivePolicy(Policy):
     ) -> None:
         self._begun = min(self._begun, now)
         self._trajectories.arrived(now, turn, num_prompt_tokens)
-        self._savings.arrived()
         if self._acceptance is not None:
             self._acceptance.arrived(repeated)
 
     def finished(self, now: float, num_output_tokens: int, complete: bool) -> None:
-        self._savings.finished(num_output_tokens)
         self._lengths.finished(num_output_tokens, complete)
 
     def ended(self, now: float, turn: Turn, num_tokens: int) -> None:
@@ -176,7 +177,6 @@ class AdaptivePolicy(Policy):
         repeated: bool = False,
         drafted: Ints | None = None,
     ) -> None:
-        self._savings.drafted(length)
         if self._acceptance is None:
             return
         self._asked[length] += 1
@@ -188,9 +188,6 @@ class AdaptivePolicy(Policy):
         took = self._timer() - started
         self._next_drafts[repeated] = now + took / _OBSERVING_SHARE
 
-    def interrupted(self) -> None:
-        self._savings.interrupted()
-
     def weights_changed(self) -> None:
         if self._acceptance is not None:
             self._acceptance.weights_changed()
@@ -199,7 +196,6 @@ class AdaptivePolicy(Policy):
         if self._own_costs:
             self._costs.observe(report)
         self._decisions.switched(report)
-        self._savings.switched(report)
         self._speeds.moved()
         self._skip = report.target.replicas
         self._layout = report.target
@@ -214,8 +210,6 @@ class AdaptivePolicy(Policy):
 
     def idle(self, now: float) -> None:
         self._decisions.idle()
-        # An engine may be told that it is idle long after its last step.
-        self._savings.idle(self._last_step)
         self._lengths.end_of_batch()
         self._speeds.end_of_batch()
         self._trajectories.end_of_batch()
@@ -231,6 +225,9 @@ class AdaptivePolicy(Policy):
         self._last_switch = None
         self._prober.stop()
         self._last_plan = self._review = -math.inf
+        self._batches_ended += 1
+        every = self._control_every
+        self.control = every is not None and (self._batches_ended + 1) % every == 0
         if self._largest is not None:
             self._open(self._largest)
             self._largest = None
@@ -247,7 +244,6 @@ class AdaptivePolicy(Policy):
             slowest_plan=self._slowest_plan,
             batches=self._lengths.batches,
             responses=self._lengths.responses,
-            savings=self._savings.records.since(since),
         )
 
     # ---------------------------------------------------------------- decisions
@@ -300,12 +296,13 @@ class AdaptivePolicy(Policy):
         plan = self._layout_costs(state.now, live, remaining, live.uncomputed).plan(state.layout)
         if self._acceptance is not None:
             self.drafts = plan.layout_costs.drafts
-        self._savings.planned(state, live, remaining, plan)
         # While nothing finishes, contexts grow and the rest is seen in another light.
         self._review = state.now + 0.1 * plan.switch_later
+        if self.control:
+            return self.default_layout
         if plan.best != state.layout:
             fired = state.now >= (held_until := self._hysteresis_end())
-            self._note(state, plan, plan.best, "saving" if fired else "hysteresis", fired)
+            self._note(state, plan, plan.best, "plan" if fired else "hysteresis", fired)
             if fired:
                 return plan.best
             self._review = min(self._review, held_until)
@@ -358,14 +355,19 @@ class AdaptivePolicy(Policy):
         _, first = np.unique(last.group, return_index=True)
         prompts = int(last.num_prompt_tokens[first].sum())
         here = self._layout
-        plan = self._layout_costs(self._last_step, fresh, remaining, prompts).plan(here)
+        costs = self._layout_costs(self._last_step, fresh, remaining, prompts)
+        if self._acceptance is not None:
+            self.drafts = costs.drafts
+        if self.control:
+            static = dict(zip(costs.layouts, map(sum, costs.seconds), strict=True))
+            self.default_layout = min(static, key=static.__getitem__)
+            return
+        plan = costs.plan(here)
         seconds = {here: plan.switch_later}
         for layout, total in plan.switch_now.items():
             idle = self._costs.seconds(here, layout, 0.0, 0.0)
             seconds[layout] = total - plan.cost[layout] + idle
         self.default_layout = min(seconds, key=seconds.__getitem__)
-        if self._acceptance is not None:
-            self.drafts = plan.layout_costs.drafts
 
     def _probe(self, state: LiveState, plan: Plan) -> Layout:
         """Try a layout for a few steps if much may be gained and little lost; see `Prober`."""
@@ -394,8 +396,8 @@ class AdaptivePolicy(Policy):
                 layout=state.layout,
                 target=target,
                 num_seqs=state.num_seqs,
-                stay=plan.no_switch,
-                go=plan.switch_now[target],
+                no_switch=plan.no_switch,
+                switch_now=plan.switch_now[target],
                 cost=plan.cost[target],
                 fired=fired,
                 why=why,

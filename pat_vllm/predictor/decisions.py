@@ -45,8 +45,8 @@ class Decisions:
                 decision.target,
                 decision.why,
                 decision.num_seqs,
-                decision.stay,
-                decision.go,
+                decision.no_switch,
+                decision.switch_now,
                 decision.cost,
             )
         elif last is not None and decision.at - last.at < _REPEAT_SECONDS:

@@ -30,6 +30,9 @@ class Policy:
     """The layout in which an idle engine waits for its next requests. `idle` may change it."""
     learns: ClassVar[bool] = False
     """Whether `stepped` and `drafted` are of use."""
+    control: bool = False
+    """Whether the batch that runs, or comes next, stays in one layout for others to be compared
+    with it. `idle` may change it."""
     drafts: Mapping[Layout, Schedule] = MappingProxyType({})
     """Draft lengths by the number of requests in a replica's step; a layout that is not here drafts
     as the engine's configuration says."""
@@ -69,9 +72,6 @@ class Policy:
         It is called twice for a step that had both kinds of requests: with earlier responses
         (`repeated`), and without.
         """
-
-    def interrupted(self) -> None:
-        """The engine is paused while requests are unfinished."""
 
     def weights_changed(self) -> None:
         """The model's weights may be others than before."""

@@ -9,8 +9,8 @@ from pat_vllm.reporting.text import describe_awaited
 from pat_vllm.reporting.values import (
     REFUSALS,
     SWITCH_REASONS,
-    BatchSavings,
-    BatchTimes,
+    BatchReport,
+    ControlComparison,
     DecisionReport,
     DraftCounts,
     DraftSample,
@@ -25,8 +25,8 @@ from pat_vllm.reporting.values import (
 __all__ = [
     "REFUSALS",
     "SWITCH_REASONS",
-    "BatchSavings",
-    "BatchTimes",
+    "BatchReport",
+    "ControlComparison",
     "DecisionReport",
     "DraftCounts",
     "DraftSample",

@@ -14,7 +14,9 @@ from operator import attrgetter
 from typing import Generic, TypeVar
 
 from pat_vllm.layout import Layout
+from pat_vllm.reporting.control import compare
 from pat_vllm.reporting.values import (
+    BatchReport,
     DraftCounts,
     DraftSample,
     LayoutSteps,
@@ -25,7 +27,7 @@ from pat_vllm.reporting.values import (
 )
 
 MAX_RECORDS = 10_000
-"""Switches, refused switches, timeline and draft samples that a history keeps, of each."""
+"""Switches, refused switches, timeline and draft samples, and batches that are kept, of each."""
 _DRAFT_SECONDS = 1.0
 """Steps whose drafts are counted together lie within this time."""
 _MAX_STEP_TIMES = 1_000
@@ -73,6 +75,18 @@ class _StepTimes:
     count: int = 0
     seconds: float = 0.0
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=_MAX_STEP_TIMES))
+    by_draft_length: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
+
+
+@dataclass(slots=True)
+class _OpenBatch:
+    """A batch that is under way; its attributes are those of `BatchReport`."""
+
+    began: float
+    at: float
+    responses: int = 0
+    tokens: int = 0
+    switches: int = 0
 
 
 class EngineHistory:
@@ -91,6 +105,8 @@ class EngineHistory:
         self._switches: RingBuffer[SwitchReport] = RingBuffer(MAX_RECORDS)
         self._refused: RingBuffer[RefusedSwitch] = RingBuffer(MAX_RECORDS)
         self._timeline: RingBuffer[LiveSample] = RingBuffer(MAX_RECORDS)
+        self._batches: RingBuffer[BatchReport] = RingBuffer(MAX_RECORDS)
+        self._batch: _OpenBatch | None = None
         self._drafts: deque[DraftSample] = deque(maxlen=MAX_RECORDS)
         self._counting: dict[int, DraftSample] = {}
         self._errors = 0
@@ -107,13 +123,26 @@ class EngineHistory:
             self._now = now
             self._timeline.append(LiveSample(time.monotonic(), *now))
 
-    def step(self, layout: Layout, seconds: float) -> None:
+    def arrived(self, at: float) -> None:
+        """Note that a request arrived: the first one begins a batch."""
+        if self._batch is None:
+            self._batch = _OpenBatch(at, at)
+
+    def ended(self, at: float, num_output_tokens: int) -> None:
+        """Note that a request ended."""
+        if (batch := self._batch) is not None:
+            batch.at = at
+            batch.responses += 1
+            batch.tokens += num_output_tokens
+
+    def step(self, layout: Layout, seconds: float, draft_length: int = 0) -> None:
         """Note that a replica finished a step."""
         with self._lock:
             times = self._steps[layout]
             times.count += 1
             times.seconds += seconds
             times.recent.append(seconds)
+            times.by_draft_length[draft_length] += seconds
         if self._first_step_due:
             self._first_step_due = False
             switch = self._switches.last()
@@ -133,15 +162,35 @@ class EngineHistory:
             ):
                 self._counting[replica] = sample.plus(counts)
                 return
-            self._counting[replica] = DraftSample(at, layout, replica, length, 1, *counts)
+            self._counting[replica] = DraftSample(at, layout, replica, length, 1, counts)
             if sample is not None:
                 self._drafts.append(sample)
 
-    def idle(self) -> None:
-        """No request is left: the steps of the next ones are counted apart."""
+    def idle(self, control: bool = False) -> BatchReport | None:
+        """No request is left: the steps of the next ones are counted apart.
+
+        Args:
+            control: as in `BatchReport`.
+
+        Returns:
+            The batch that has ended, if there was one.
+        """
         with self._lock:
             self._drafts.extend(self._counting.values())
             self._counting.clear()
+        if (batch := self._batch) is None:
+            return None
+        self._batch = None
+        ended = BatchReport(
+            at=batch.at,
+            seconds=batch.at - batch.began,
+            responses=batch.responses,
+            tokens=batch.tokens,
+            switches=batch.switches,
+            control=control,
+        )
+        self._batches.append(ended)
+        return ended
 
     def later_turn(self) -> None:
         """Note that a request continued an ended one."""
@@ -151,6 +200,8 @@ class EngineHistory:
         """Note a switch."""
         self._switches.append(switch)
         self._first_step_due = True
+        if self._batch is not None:
+            self._batch.switches += switch.reason != "idle"
 
     def refused(self, refused: RefusedSwitch) -> None:
         """Note a switch that was not made. One that was not expected is counted as an error."""
@@ -165,7 +216,13 @@ class EngineHistory:
         """
         with self._lock:
             steps = [
-                (step_layout, times.count, times.seconds, tuple(times.recent))
+                (
+                    step_layout,
+                    times.count,
+                    times.seconds,
+                    tuple(times.recent),
+                    dict(times.by_draft_length),
+                )
                 for step_layout, times in self._steps.items()
             ]
             drafts = [d for d in (*self._drafts, *self._counting.values()) if d.at >= since]
@@ -177,10 +234,12 @@ class EngineHistory:
             timeline=self._timeline.since(since),
             drafts=tuple(sorted(drafts, key=_at)),
             steps={
-                step_layout: LayoutSteps(count, seconds, statistics.median(recent))
-                for step_layout, count, seconds, recent in steps
+                step_layout: LayoutSteps(count, seconds, statistics.median(recent), by_length)
+                for step_layout, count, seconds, recent, by_length in steps
             },
             errors=self._errors,
             chosen=self._chosen,
             later_turns=self._later_turns,
+            batches=self._batches.since(since),
+            control=compare(self._batches.since()),
         )

@@ -1,4 +1,4 @@
-"""Pictures of what an engine did: requests, layouts, draft lengths, switches and savings over time.
+"""Pictures of what an engine did: requests, layouts, draft lengths, switches and steps over time.
 
 Of a report, of several runs of one batch, and the parts that others draw with. matplotlib is
 imported when one is drawn.
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 LAYOUT_COLOURS = ("#3b75af", "#ef8636", "#519e3e", "#8d69b8", "#84584e")
 SWITCH_COLOUR = "#222222"
 ACCEPTANCE_COLOUR = "#c03d3e"
-SAVING_COLOUR = "#519e3e"
+PREDICTED_COLOUR = "#519e3e"
 FLOOR = 0.8
 """Lower end of the logarithmic axis of live requests, where 0 is drawn."""
 _MOST_NOTES = 8
@@ -144,10 +144,10 @@ def plot_report(report: Report, path: Path) -> None:
         raise ValueError("the report has no requests to draw")
     run = Run.of(report)
     switches, drafts, end = run.switches, run.drafts, run.seconds
-    costs = bool(switches or run.savings)
+    costs = bool(switches)
 
     figure, panels = new_figure([4, *[1.2] * bool(drafts), *[1.8] * costs])
-    figure.suptitle(summary(report).replace("; saved", "\nsaved"), fontsize=11)
+    figure.suptitle(summary(report), fontsize=11)
     above = panels[0]
     spans = run.spans
     bands = layout_bands(above, spans, layout_colours(layout for layout, _, _ in spans))
@@ -209,13 +209,12 @@ def _draw_replicas(axes: Axes, run: Run) -> None:
 
 
 def _draw_costs(axes: Axes, run: Run) -> None:
-    """What switches took and were to save, and what was saved in each batch."""
+    """What switches took, and step times after each, predicted and real."""
     fired = [
         decision
         for decision in run.report.predictor.decisions
-        if decision.fired and decision.at >= run.began
+        if decision.fired and run.during(decision.at)
     ]
-    savings = run.savings
     kinds: list[tuple[str, list[tuple[float, float]], dict[str, Any]]] = [
         (
             "switch: what it took",
@@ -223,19 +222,19 @@ def _draw_costs(axes: Axes, run: Run) -> None:
             {"marker": "o", "markersize": 5},
         ),
         (
-            "switch: predicted saving, its cost paid",
-            [(d.at, d.saving) for d in fired],
-            {"marker": "^", "markersize": 7, "markerfacecolor": "none"},
+            "step after a switch: predicted",
+            [(d.at, d.step_after) for d in fired],
+            {
+                "marker": "D",
+                "markersize": 8,
+                "markerfacecolor": "none",
+                "color": PREDICTED_COLOUR,
+            },
         ),
         (
-            "batch: predicted saving",
-            [(b.at, b.predicted.fixed - b.predicted.drafting) for b in savings],
-            {"marker": "D", "markersize": 8, "markerfacecolor": "none", "color": SAVING_COLOUR},
-        ),
-        (
-            "batch: saving as it came (estimated)",
-            [(b.at, b.realised.fixed - b.realised.drafting) for b in savings],
-            {"marker": "D", "markersize": 4, "color": SAVING_COLOUR},
+            "step after a switch: real",
+            [(d.at, d.real_after) for d in fired if d.real_after is not None],
+            {"marker": "D", "markersize": 4, "color": PREDICTED_COLOUR},
         ),
     ]
     for label, points, style in kinds:
@@ -244,12 +243,11 @@ def _draw_costs(axes: Axes, run: Run) -> None:
             at, values = zip(*points, strict=True)
             look = {"color": SWITCH_COLOUR, "linestyle": "", "clip_on": False, **style}
             axes.plot(at, values, label=label, **look)
-    axes.axhline(0, color="#999999", linewidth=0.8)
-    axes.set_yscale("symlog", linthresh=0.01)
+    axes.set_yscale("log")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.margins(y=0.15)
     axes.set_ylabel("seconds")
-    axes.set_title("switches and batches: seconds taken and saved", fontsize=10, loc="left")
+    axes.set_title("switches, and steps after them: seconds", fontsize=10, loc="left")
     axes.grid(axis="y", alpha=0.25)
 
 

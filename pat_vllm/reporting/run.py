@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from pat_vllm.layout import Layout
 
 if TYPE_CHECKING:
-    from pat_vllm.reporting.values import BatchSavings, DraftSample, Report, SwitchReport
+    from pat_vllm.reporting.values import BatchReport, DraftSample, Report, SwitchReport
 
 Span = tuple[Layout, float, float]
 """A layout, from when and until when, in seconds."""
@@ -35,7 +35,7 @@ class Run:
             *(sample.at for sample in timeline[-1:]),
             *(switch.at + switch.seconds for switch in report.switches[-1:]),
             *(sample.at for sample in report.drafts[-1:]),
-            *(batch.at for batch in report.predictor.savings[-1:]),
+            *(batch.at for batch in report.batches[-1:]),
         ]
         return cls(report, began, max([at - began for at in last if at > began], default=1.0))
 
@@ -53,9 +53,9 @@ class Run:
         )
 
     @property
-    def savings(self) -> tuple[BatchSavings, ...]:
-        """Of batches that ended."""
-        return tuple(batch for batch in self.report.predictor.savings if self.during(batch.at))
+    def batches(self) -> tuple[BatchReport, ...]:
+        """Those that ended."""
+        return tuple(batch for batch in self.report.batches if self.during(batch.at))
 
     @property
     def drafts(self) -> tuple[DraftSample, ...]:
@@ -65,12 +65,12 @@ class Run:
     @property
     def drafted(self) -> int:
         """Draft tokens that were verified."""
-        return sum(sample.drafted for sample in self.drafts)
+        return sum(sample.counts.drafted for sample in self.drafts)
 
     @property
     def acceptance(self) -> float:
         """Share of the draft tokens that was accepted; 0 without any."""
-        return sum(sample.accepted for sample in self.drafts) / max(1, self.drafted)
+        return sum(sample.counts.accepted for sample in self.drafts) / max(1, self.drafted)
 
     @property
     def live(self) -> tuple[tuple[float, int], ...]:
@@ -80,7 +80,7 @@ class Run:
         """
         counts = [(sample.at, sample.num_seqs) for sample in self.report.timeline]
         counts += [(switch.at, 0) for switch in self.report.switches if switch.reason == "idle"]
-        counts += [(batch.at, 0) for batch in self.savings]
+        counts += [(batch.at, 0) for batch in self.batches]
         live = sorted((at - self.began, count) for at, count in counts if self.during(at))
         return (*live, (self.seconds, live[-1][1]))
 
@@ -128,8 +128,8 @@ def drafts_over_time(
             by_interval[int((sample.at - began) / width)].append(sample)
     means = []
     for i, here in sorted(by_interval.items()):
-        drafted = sum(sample.drafted for sample in here)
-        accepted = sum(sample.accepted for sample in here) / drafted if drafted else None
+        drafted = sum(sample.counts.drafted for sample in here)
+        accepted = sum(s.counts.accepted for s in here) / drafted if drafted else None
         means.append(DraftMean(i * width, (i + 1) * width, mean_length(here), accepted))
     return means
 

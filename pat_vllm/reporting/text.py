@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Sequence
-from functools import reduce
-from operator import add
+from collections.abc import Awaitable
 from typing import TYPE_CHECKING
 
 from pat_vllm.reporting.run import Run, mean_length
 
 if TYPE_CHECKING:
-    from pat_vllm.reporting.values import BatchSavings, BatchTimes, Report, SwitchReport
+    from pat_vllm.layout import Layout
+    from pat_vllm.reporting.values import (
+        BatchReport,
+        ControlComparison,
+        DecisionReport,
+        LayoutSteps,
+        Report,
+        SwitchReport,
+    )
 
 _MOST_LINES = 40
-"""Of switches and batches; a report may hold thousands."""
+"""Of switches, decisions and batches; a report may hold thousands."""
 REPORT_SECONDS = 30.0
 """How long a trainer waits for a report."""
 
@@ -23,7 +29,7 @@ REPORT_SECONDS = 30.0
 def describe_report(report: Report) -> str:
     """The sentence of `summary`, and below it what happened, in the order of time.
 
-    Of many switches and batches only the last are listed.
+    Of many lines only the last are shown.
     """
     began = Run.of(report).began
     happened = [
@@ -38,17 +44,25 @@ def describe_report(report: Report) -> str:
             )
             for refusal in report.refused
         ),
-        *((batch.at, _batch(batch, began)) for batch in report.predictor.savings),
+        *(
+            (decision.at, _decision(decision, began))
+            for decision in report.predictor.decisions
+            if decision.fired
+        ),
+        *((batch.at, _batch(batch, began)) for batch in report.batches),
     ]
     lines = [line for at, line in sorted(happened, key=lambda event: event[0]) if at >= began]
     if (earlier := len(lines) - _MOST_LINES) > 0:
         lines = [f"({earlier} earlier lines are left out)", *lines[earlier:]]
-    steps = ", ".join(
-        f"{count.steps} in {layout} (median {count.median * 1e3:.1f} ms)"
-        for layout, count in report.steps.items()
-    )
+    steps = ", ".join(_steps(layout, count) for layout, count in report.steps.items())
     if len(report.layouts) == 1 and report.chosen:
         lines.append(report.chosen)
+    if (share := report.predictor.share_come_true) is not None:
+        lines.append(
+            f"steps became faster or slower as predicted after {share:.0%} of the switches"
+        )
+    if report.control is not None:
+        lines.append(_control(report.control))
     lines.append(f"now in {report.layout}; steps since the start: {steps or 'none'}")
     if report.later_turns:
         lines.append(f"{report.later_turns} requests continued an ended one")
@@ -66,19 +80,10 @@ def summary(report: Report) -> str:
     run = Run.of(report)
     switches = run.switches
     stalls = sum(switch.seconds for switch in switches)
-    text = (
+    return (
         f"{most} requests at most, {ranks} ranks, {run.seconds:.1f} s; "
         f"{len(switches)} switch{'' if len(switches) == 1 else 'es'} in {stalls:.2f} s"
     )
-    if savings := report.predictor.savings:
-        predicted, took = _totals(savings)
-        if took.fixed > 0:
-            text += (
-                f"; saved {took.fixed - took.drafting:.1f} of {took.fixed:.1f} s in "
-                f"{savings[0].layout} without drafts (estimated; predicted "
-                f"{predicted.fixed - predicted.drafting:.1f} s)"
-            )
-    return text
 
 
 def switch_in_words(switch: SwitchReport, began: float) -> str:
@@ -89,12 +94,41 @@ def switch_in_words(switch: SwitchReport, began: float) -> str:
     )
 
 
-def _batch(batch: BatchSavings, began: float) -> str:
-    took, predicted = batch.realised, batch.predicted
+def _decision(decision: DecisionReport, began: float) -> str:
+    def step(before: float | None, after: float | None) -> str:
+        return " to ".join("-" if s is None else f"{s * 1e3:.1f}" for s in (before, after))
+
     return (
-        f"batch ended at {batch.at - began:.2f} s: {took.drafting:.2f} s since its first plan "
-        f"(predicted {predicted.drafting:.2f} s); in {batch.layout} without drafts "
-        f"{took.fixed:.2f} s (estimated; predicted {predicted.fixed:.2f} s)"
+        f"decided for {decision.target} at {decision.at - began:.2f} s ({decision.why}): a step "
+        f"from {step(decision.step_before, decision.step_after)} ms predicted, from "
+        f"{step(decision.real_before, decision.real_after)} ms measured"
+    )
+
+
+def _batch(batch: BatchReport, began: float) -> str:
+    kept = ", a control batch" if batch.control else ""
+    return (
+        f"batch ended at {batch.at - began:.2f} s: {batch.responses} responses, {batch.tokens} "
+        f"tokens in {batch.seconds:.2f} s{kept}"
+    )
+
+
+def _steps(layout: Layout, steps: LayoutSteps) -> str:
+    """Steps of a layout, and how long its replicas took them in the mean."""
+    lengths = steps.seconds_by_draft_length
+    by_length = ", ".join(
+        f"k {length} {lengths[length] / layout.replicas:.1f} s" for length in sorted(lengths)
+    )
+    return (
+        f"{steps.steps} in {layout} ({steps.seconds / layout.replicas:.1f} s, median "
+        f"{steps.median * 1e3:.1f} ms{'; ' + by_length if len(lengths) > 1 else ''})"
+    )
+
+
+def _control(control: ControlComparison) -> str:
+    return (
+        f"batches that may switch take {control.ratio:.3f} ({control.low:.3f} to "
+        f"{control.high:.3f}) of the time per token of {control.controls} control batches"
     )
 
 
@@ -135,16 +169,19 @@ def describe(report: Report, started: float, seconds: float, responses: int) -> 
         parts.append(", ".join(f"{count} {what}" for count, what in counts if count))
     if drafted := run.drafted:
         drafts = run.drafts
-        accepted = sum(sample.accepted for sample in drafts)
+        accepted = sum(sample.counts.accepted for sample in drafts)
         lengths = sorted({sample.num_speculative_tokens for sample in drafts})
         among = f"k {lengths[0]}"
         if lengths[1:]:
             among += f" to {lengths[-1]}, mean {mean_length(drafts):.1f}"
         parts.append(f"{among}, {accepted} of {drafted} draft tokens accepted")
-        if repeated := sum(sample.repeated_drafted for sample in drafts):
-            accepted = sum(sample.repeated_accepted for sample in drafts)
+        if repeated := sum(sample.counts.repeated_drafted for sample in drafts):
+            accepted = sum(sample.counts.repeated_accepted for sample in drafts)
             parts[-1] += f" ({accepted} of {repeated} where earlier responses were known)"
-    parts += _saved(run.savings)
+    if any(batch.control for batch in run.batches):
+        parts.append("a control batch")
+    if report.control is not None:
+        parts.append(_control(report.control))
     if (predictor := report.predictor).responses:
         parts.append(f"learnt from {predictor.responses} responses in {predictor.batches} batches")
     return "; ".join(parts)
@@ -152,26 +189,3 @@ def describe(report: Report, started: float, seconds: float, responses: int) -> 
 
 def _made(seconds: float, responses: int) -> str:
     return f"{responses} responses in {seconds:.2f} s"
-
-
-def _saved(batches: Sequence[BatchSavings]) -> list[str]:
-    """What layouts and drafts saved, if they made a difference."""
-    if not batches:
-        return []
-    predicted, realised = _totals(batches)
-    if realised.fixed == realised.drafting:
-        return []
-    saved = f"saved {realised.saved_by_layouts:.0%} by layouts"
-    expected = f"predicted {predicted.saved_by_layouts:.0%}"
-    if realised.switching != realised.drafting:
-        saved += f", {realised.saved_by_drafts:.0%} by drafts"
-        expected += f", {predicted.saved_by_drafts:.0%}"
-    return [f"{saved} over {batches[0].layout} without drafts (estimated; {expected})"]
-
-
-def _totals(batches: Sequence[BatchSavings]) -> tuple[BatchTimes, BatchTimes]:
-    """Of all batches together: as predicted, and as they came."""
-    return (
-        reduce(add, [batch.predicted for batch in batches]),
-        reduce(add, [batch.realised for batch in batches]),
-    )

@@ -6,15 +6,13 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, ClassVar, NamedTuple
+from typing import Annotated, ClassVar
 
 from pydantic import ConfigDict, PlainSerializer, PlainValidator, TypeAdapter, ValidationError
 
 from pat_vllm.files.reading import FileError, first_problem, name_of, read_json, shown
 from pat_vllm.files.writing import write_whole
 from pat_vllm.layout import Layout
-from pat_vllm.reporting.report_plot import plot_report
-from pat_vllm.reporting.text import describe_report
 
 FORMAT = 1
 """Version of the file that `Report.save` writes."""
@@ -118,19 +116,19 @@ class RefusedSwitch:
 class DecisionReport:
     """A decision of the predictor policy that switched, or nearly did.
 
-    Times are in seconds. `stay`, `go` and `saving` are predictions made at that moment, averaged
-    over the sampled futures of the unfinished requests.
+    Times are in seconds. `no_switch`, `switch_now` and `cost` are predictions made at that moment,
+    averaged over the sampled futures of the unfinished requests.
 
     Attributes:
         at: when, on the monotonic clock of the engine core.
         layout: where the engine was.
         target: the best other layout.
         num_seqs: unfinished requests.
-        stay: until the last response ends, in `layout`.
-        go: the same after a switch to `target` now, with the cost of the switch.
+        no_switch: until the last response ends, in `layout`.
+        switch_now: the same after a switch to `target` now, with the cost of the switch.
         cost: of that switch.
         fired: whether it was made.
-        why: what decided: "saving", "probe", "hysteresis" or "later".
+        why: what decided: "plan", "probe", "hysteresis" or "later".
         step_before: predicted step time in `layout` at that moment.
         step_after: predicted step time in `target`.
         real_before: measured: median of the last steps before, or None.
@@ -142,8 +140,8 @@ class DecisionReport:
     layout: LayoutByName
     target: LayoutByName
     num_seqs: int
-    stay: float
-    go: float
+    no_switch: float
+    switch_now: float
     cost: float
     fired: bool
     why: str
@@ -154,61 +152,11 @@ class DecisionReport:
     real_cost: float | None = None
 
     @property
-    def saving(self) -> float:
-        """Predicted seconds that the switch saves, its cost paid."""
-        return self.stay - self.go
-
-
-@dataclass(frozen=True)
-class BatchTimes:
-    """What a batch takes, done in three ways, in seconds.
-
-    Attributes:
-        fixed: in the engine's base layout, without drafts.
-        switching: in the layouts that it was in, switches included, without drafts.
-        drafting: in these layouts, with its drafts.
-    """
-
-    fixed: float
-    switching: float
-    drafting: float
-
-    def __add__(self, other: BatchTimes) -> BatchTimes:
-        """Of two batches together."""
-        return BatchTimes(
-            self.fixed + other.fixed,
-            self.switching + other.switching,
-            self.drafting + other.drafting,
-        )
-
-    @property
-    def saved_by_layouts(self) -> float:
-        """Share of `fixed`; negative where it loses."""
-        return (self.fixed - self.switching) / self.fixed if self.fixed > 0 else 0.0
-
-    @property
-    def saved_by_drafts(self) -> float:
-        """Share of `fixed` that drafts save beyond that; negative where they lose."""
-        return (self.switching - self.drafting) / self.fixed if self.fixed > 0 else 0.0
-
-
-@dataclass(frozen=True)
-class BatchSavings:
-    """What layouts and drafts saved in a batch, estimated with the model of step times.
-
-    Attributes:
-        at: when the batch ended, in seconds on the monotonic clock of the engine core.
-        layout: the base layout, that of `fixed`.
-        predicted: by the plan that saw the most requests, from then on.
-        realised: from the first plan on. `drafting` is measured. The others are what the same
-            tokens would have taken, by the model as real steps have corrected it; they take the
-            requests for evenly spread.
-    """
-
-    at: float
-    layout: LayoutByName
-    predicted: BatchTimes
-    realised: BatchTimes
+    def came_true(self) -> bool | None:
+        """Whether steps became faster, or slower, as predicted; None: that was not measured."""
+        if self.real_before is None or self.real_after is None:
+            return None
+        return (self.real_after < self.real_before) == (self.step_after < self.step_before)
 
 
 @dataclass(frozen=True)
@@ -225,7 +173,6 @@ class PredictorReport:
         slowest_plan: seconds of the slowest plan.
         batches: batches that the length model has learnt from.
         responses: responses that it has learnt from.
-        savings: of each batch, oldest first.
     """
 
     decisions: tuple[DecisionReport, ...] = ()
@@ -235,7 +182,51 @@ class PredictorReport:
     slowest_plan: float = 0.0
     batches: int = 0
     responses: int = 0
-    savings: tuple[BatchSavings, ...] = ()
+
+    @property
+    def share_come_true(self) -> float | None:
+        """Share of the decisions that fired and came true, of those where both step times were
+        measured; None: there are none."""
+        known = [d.came_true for d in self.decisions if d.fired and d.came_true is not None]
+        return sum(known) / len(known) if known else None
+
+
+@dataclass(frozen=True)
+class BatchReport:
+    """A batch that ended.
+
+    Attributes:
+        at: when its last response ended, in seconds on the monotonic clock of the engine core.
+        seconds: since its first request arrived.
+        responses: requests that ended, aborted ones included.
+        tokens: that they generated.
+        switches: made while requests were unfinished.
+        control: whether the policy kept it in one layout, to compare others with it.
+    """
+
+    at: float
+    seconds: float
+    responses: int
+    tokens: int
+    switches: int = 0
+    control: bool = False
+
+
+@dataclass(frozen=True)
+class ControlComparison:
+    """What switching was worth: seconds per generated token of the batches beside control batches,
+    relative to those of the control batches. See `reporting/control.py`.
+
+    Attributes:
+        controls: control batches that were compared.
+        ratio: below 1 where switching batches were faster.
+        low, high: the 95% confidence interval of `ratio`.
+    """
+
+    controls: int
+    ratio: float
+    low: float
+    high: float
 
 
 @dataclass(frozen=True)
@@ -251,14 +242,30 @@ class LiveSample:
     by_replica: tuple[int, ...] = ()
 
 
-class DraftCounts(NamedTuple):
-    """Draft tokens that steps verified, and those that they accepted; `repeated`: of requests to
-    whose prompt there were earlier responses."""
+@dataclass(frozen=True)
+class DraftCounts:
+    """Draft tokens of some steps.
 
-    drafted: int
-    accepted: int
+    Attributes:
+        drafted: draft tokens that were verified, proposed in the steps before.
+        accepted: how many of these became output.
+        repeated_drafted, repeated_accepted: the same, of requests to whose prompt there were
+            earlier responses.
+    """
+
+    drafted: int = 0
+    accepted: int = 0
     repeated_drafted: int = 0
     repeated_accepted: int = 0
+
+    def __add__(self, other: DraftCounts) -> DraftCounts:
+        """The counts of both together."""
+        return DraftCounts(
+            self.drafted + other.drafted,
+            self.accepted + other.accepted,
+            self.repeated_drafted + other.repeated_drafted,
+            self.repeated_accepted + other.repeated_accepted,
+        )
 
 
 @dataclass(frozen=True)
@@ -269,10 +276,7 @@ class DraftSample:
         at: when the first of them ended, seconds on the monotonic clock of the engine core.
         num_speculative_tokens: the most draft tokens that a request got for its next step.
         steps: how many they are.
-        drafted: draft tokens that they verified, proposed in the steps before them.
-        accepted: how many of these became output.
-        repeated_drafted, repeated_accepted: the same, of requests to whose prompt there were
-            earlier responses.
+        counts: their draft tokens.
     """
 
     at: float
@@ -280,24 +284,28 @@ class DraftSample:
     replica: int
     num_speculative_tokens: int
     steps: int
-    drafted: int
-    accepted: int
-    repeated_drafted: int = 0
-    repeated_accepted: int = 0
+    counts: DraftCounts
 
     def plus(self, counts: DraftCounts) -> DraftSample:
         """With one more step."""
-        total = {name: getattr(self, name) + count for name, count in counts._asdict().items()}
-        return replace(self, steps=self.steps + 1, **total)
+        return replace(self, steps=self.steps + 1, counts=self.counts + counts)
 
 
 @dataclass(frozen=True)
 class LayoutSteps:
-    """Steps of all replicas in one layout: how many, their total and their median seconds."""
+    """Steps of all replicas in one layout.
+
+    Attributes:
+        steps: how many they are.
+        seconds: of all of them together.
+        median: seconds of a step, by the last thousand.
+        seconds_by_draft_length: the same as `seconds`, by the draft length of the steps.
+    """
 
     steps: int
     seconds: float
     median: float
+    seconds_by_draft_length: Mapping[int, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, repr=False)
@@ -306,10 +314,10 @@ class Report:
 
     `print(report)` shows a sentence, and a line for each switch and each batch.
 
-    A report may be asked for `since` a time. Then `switches`, `refused`, `timeline`, `drafts` and
-    the predictor's decisions and savings hold only what happened at that time or later. The rest
+    A report may be asked for `since` a time. Then `switches`, `refused`, `timeline`, `drafts`,
+    `batches` and the predictor's decisions hold only what happened at that time or later. The rest
     is always about the whole life of the engine. Records are the oldest first; of switches, refused
-    ones, samples and drafts at most the last `history.MAX_RECORDS` are kept.
+    ones, samples, drafts and batches at most the last `history.MAX_RECORDS` are kept.
 
     Attributes:
         layout: the active layout.
@@ -323,6 +331,8 @@ class Report:
         drafts: for engines that speculate, by replica over time.
         chosen: why these layouts, and what they leave for KV, in a line.
         later_turns: requests that continued an ended one, as an agent's turns do after the first.
+        batches: batches that ended.
+        control: what switching was worth, by control batches; None before there are two.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(ser_json_inf_nan="constants")
@@ -338,15 +348,19 @@ class Report:
     drafts: tuple[DraftSample, ...] = ()
     chosen: str = ""
     later_turns: int = 0
+    batches: tuple[BatchReport, ...] = ()
+    control: ControlComparison | None = None
 
     def __str__(self) -> str:
+        from pat_vllm.reporting.text import describe_report  # words are made of values
+
         return describe_report(self)
 
     def __repr__(self) -> str:
         """Short; `to_json` has everything."""
         return (
             f"<Report of {self.layout.world_size} ranks in {self.layout}: {len(self.switches)} "
-            f"switches, {len(self.timeline)} samples, {len(self.predictor.savings)} batches>"
+            f"switches, {len(self.timeline)} samples, {len(self.batches)} batches>"
         )
 
     def to_json(self) -> str:
@@ -390,7 +404,7 @@ class Report:
             raise FileError(f"report {name} is damaged: {first_problem(error)}") from None
 
     def plot(self, path: str | Path) -> None:
-        """Draw a picture: requests, layouts, draft lengths, switches and savings over time.
+        """Draw a picture: requests, layouts, draft lengths, switches and steps over time.
 
         Args:
             path: file to write; its suffix says what kind (.png, .svg, .pdf).
@@ -400,6 +414,8 @@ class Report:
             OSError: the file cannot be written.
             ValueError: the report has no requests, or the suffix is unknown.
         """
+        from pat_vllm.reporting.report_plot import plot_report
+
         plot_report(self, Path(path))
 
 

@@ -65,4 +65,5 @@ def make_policy(
                 costs=costs,
                 lengths_file=Path(options.lengths_file) if options.lengths_file else None,
                 draft_lengths=draft_lengths,
+                control_every=options.control_every,
             )

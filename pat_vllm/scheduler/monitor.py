@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Container, Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -62,13 +61,13 @@ class Monitor:
         self.draft_rows = draft_rows
         self.last_arrival = 0.0
         self.metrics = metrics
-        self._savings_from = -math.inf
         self._draft_length: dict[int, int] = {}
         """By replica: the draft length of its last step, whose drafts its next one verifies."""
 
     def arrived(self, request: Request, replica: Replica, group: int) -> None:
         """A request was routed to a replica. Requests of a `group` are samples of one prompt."""
         self.last_arrival = time.monotonic()
+        self.history.arrived(self.last_arrival)
         turn = self._turns.arrived(request.all_token_ids, request.block_hashes)
         if turn.index:
             self.history.later_turn()
@@ -88,9 +87,9 @@ class Monitor:
         now = time.monotonic()
         # With asynchronous scheduling a step is sent while another runs.
         seconds = replica.cadence(now, result.seconds)
-        self.history.step(layout, seconds)
+        length = step.num_spec_tokens_to_schedule if self._speculates else 0
+        self.history.step(layout, seconds, length)
         if self._speculates and step.total_num_scheduled_tokens:
-            length = step.num_spec_tokens_to_schedule
             counts = counted_drafts(step, result.output, self.draft_rows.repeated)
             self.history.drafts(now, layout, replica.index, length, counts)
             if self.metrics is not None:
@@ -144,6 +143,7 @@ class Monitor:
         if tracked is None:
             return None
         now, request, turn = time.monotonic(), tracked.request, tracked.turn
+        self.history.ended(now, request.num_output_tokens)
         if not tracked.exact:  # a fixed length tells nothing about other requests
             complete = self.requests.complete(tracked, reason)
             self.policy.finished(now, request.num_output_tokens, complete)
@@ -161,14 +161,11 @@ class Monitor:
     def idle(self) -> None:
         """No request is left."""
         self._draft_length.clear()
-        self.history.idle()
+        batch = self.history.idle(self.policy.control)
         self.draft_rows.idle()
         self.policy.idle(time.monotonic())
-        if self.metrics is not None:
-            # A batch has ended: those that have not been exported yet, each once.
-            for batch in self.policy.report(self._savings_from).savings:
-                self.metrics.saved(batch)
-                self._savings_from = math.nextafter(batch.at, math.inf)
+        if batch is not None and self.metrics is not None:
+            self.metrics.batch(batch)
 
     def switched(self, report: SwitchReport, replicas: Sequence[Replica]) -> None:
         """The engine has switched; its requests are in `replicas` now."""

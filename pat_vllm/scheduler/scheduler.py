@@ -152,8 +152,6 @@ class PATScheduler(SchedulerInterface):
 
     def set_pause_state(self, pause_state: PauseState) -> None:
         self.replica_set.set_pause_state(pause_state)
-        if pause_state != PauseState.UNPAUSED and self.replica_set.num_seqs:
-            self.monitor.policy.interrupted()  # what this part of the batch saves is not counted
 
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False

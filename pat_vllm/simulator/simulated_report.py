@@ -12,7 +12,7 @@ class SimulatedReport(Report):
     """The report of a simulated engine for one trace, with what no engine knows.
 
     Times are in seconds on the simulator's clock. `layouts` are those that the engine was in, the
-    first one first. `predictor` holds the decisions and savings of this trace only. Steps and
+    first one first. `predictor` holds the decisions of this trace only. Steps and
     drafts are left out.
 
     Attributes:

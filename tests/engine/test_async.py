@@ -22,13 +22,13 @@ TOKENS = 240
 
 def drafts_of(report: pat_vllm.Report) -> tuple[int, int]:
     """Draft tokens that were verified, and those that were accepted."""
-    drafted = sum(sample.drafted for sample in report.drafts)
-    return drafted, sum(sample.accepted for sample in report.drafts)
+    drafted = sum(sample.counts.drafted for sample in report.drafts)
+    return drafted, sum(sample.counts.accepted for sample in report.drafts)
 
 
 def lengths_of(report: pat_vllm.Report) -> set[int]:
     """Draft lengths of steps that verified drafts."""
-    return {sample.num_speculative_tokens for sample in report.drafts if sample.drafted}
+    return {sample.num_speculative_tokens for sample in report.drafts if sample.counts.drafted}
 
 
 @pytest.fixture(scope="module")

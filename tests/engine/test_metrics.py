@@ -62,5 +62,5 @@ def test_the_registry_says_what_the_report_says(llm: Any) -> None:
 
     assert after[series(names.DRAFT_LENGTH, replica=0)] == 1
     assert METRICS.keys() <= {metric.name for metric in llm.get_metrics()}
-    of_batches = sum(sample.drafted for sample in pat_vllm.report(llm, since=began).drafts)
+    of_batches = sum(sample.counts.drafted for sample in pat_vllm.report(llm, since=began).drafts)
     assert drafted() - drafted_before == of_batches > 0

@@ -130,14 +130,16 @@ def test_it_profiles_plans_and_reports(deciding: Any, profile: Profile) -> None:
     assert {name: len(outcome.token_ids) for name, outcome in outcomes.items()} == {
         name: job.sampling["max_tokens"] for name, job in jobs.items()
     }
-    report = pat_vllm.report(deciding).predictor
+    whole = pat_vllm.report(deciding)
+    report = whole.predictor
     assert report.plans > 0 and 0 < report.slowest_plan <= report.planning
     # Which layout is the faster one for so small a model is the machine's affair.
     # How many steps are compared with their predictions, too: that is bounded by the time it takes.
     assert sum(count for count, _ in report.step_error.values()) > 0
-    saved = report.savings[-1]
-    assert saved.layout == REPLICAS and saved.predicted.fixed > 0
-    assert 0 < saved.realised.drafting == saved.realised.switching, "it has no drafts"
+    batch, tokens = whole.batches[-1], sum(len(o.token_ids) for o in outcomes.values())
+    assert (batch.responses, batch.tokens, batch.control) == (len(jobs), tokens, False)
+    assert batch.seconds > 0
+    assert [*whole.steps[REPLICAS].seconds_by_draft_length] == [0], "it has no drafts"
 
 
 @pytest.mark.parametrize("fast", [CUT, SPREAD], ids=str)

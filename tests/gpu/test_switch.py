@@ -155,8 +155,8 @@ def test_drafts_across_switches(llm: Any) -> None:
     outcomes = run(llm, jobs, before_step=at_steps(llm, actions))
     pat_vllm.speculate(llm, None)
     samples = pat_vllm.report(llm).drafts[len(before) :]
-    assert sum(sample.drafted for sample in samples) > 0
-    assert sum(sample.accepted for sample in samples) > 0
+    assert sum(sample.counts.drafted for sample in samples) > 0
+    assert sum(sample.counts.accepted for sample in samples) > 0
     check(llm, outcomes, jobs)
 
 

@@ -228,12 +228,12 @@ def test_drafts(pat: Server, old: Reference) -> None:
     """Drafts are verified with the weights that were pushed last, whatever layout is active."""
     repeating = few_tokens(ARCH, 0, repeat=1.2)
     pat.do(pat.push(repeating, step=8))
-    assert not any(sample.drafted for sample in pat.call("pat_report").drafts)
+    assert not any(sample.counts.drafted for sample in pat.call("pat_report").drafts)
     pat.call("pat_speculate", 4)
     Reference(repeating).check(regrouped(pat), PROMPTS)
     drafts = pat.call("pat_report").drafts
-    drafted = sum(sample.drafted for sample in drafts)
-    assert 0.2 < sum(sample.accepted for sample in drafts) / drafted < 0.9
+    drafted = sum(sample.counts.drafted for sample in drafts)
+    assert 0.2 < sum(sample.counts.accepted for sample in drafts) / drafted < 0.9
     pat.do(pat.push(few_tokens(ARCH, 0), step=9))
     old.check(in_layout(pat, 1), PROMPTS)
 

@@ -52,7 +52,9 @@ def drafts_in_flight(llm: Any) -> dict[str, list[int]]:
 def counted(llm: Any) -> tuple[int, int]:
     """Tokens drafted and accepted so far, by the report."""
     samples = pat_vllm.report(llm).drafts
-    return sum(sample.drafted for sample in samples), sum(sample.accepted for sample in samples)
+    return sum(sample.counts.drafted for sample in samples), sum(
+        sample.counts.accepted for sample in samples
+    )
 
 
 @contextmanager

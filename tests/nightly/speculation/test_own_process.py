@@ -49,7 +49,7 @@ def test_lengths_change_while_an_engine_generates() -> None:
     for name, output in zip(jobs, outputs, strict=True):
         assert list(output.outputs[0].token_ids) == expected[name].token_ids
     assert {draft.num_speculative_tokens for draft in report.drafts} == set(LENGTHS)
-    assert sum(draft.accepted for draft in report.drafts) > 10
+    assert sum(draft.counts.accepted for draft in report.drafts) > 10
 
 
 def test_a_drafter_that_fails_is_named() -> None:

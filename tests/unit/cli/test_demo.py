@@ -24,7 +24,7 @@ from pat_vllm.config import PATConfig
 from pat_vllm.layout import Layout
 from pat_vllm.models.moe_config import MoEConfig
 from pat_vllm.policy_config import SchedulePolicyConfig
-from pat_vllm.reporting import DraftSample, LiveSample, Report, SwitchReport
+from pat_vllm.reporting import DraftCounts, DraftSample, LiveSample, Report, SwitchReport
 from tests.support.command_line import invoke
 from tests.unit.reporting.samples import ONE, TWO, switch_report
 
@@ -174,9 +174,9 @@ def test_the_verdict_without_a_switch() -> None:
 def with_drafts(result: RunResult) -> RunResult:
     """A run that speculated: 7 of 10 draft tokens were accepted in its batch."""
     drafts = (
-        DraftSample(BEGAN - 1.0, ONE, 0, 4, 5, 90, 1),  # in the warm-up
-        DraftSample(BEGAN + 1.0, ONE, 0, 4, 3, 8, 6),
-        DraftSample(BEGAN + 2.0, TWO, 0, 4, 3, 2, 1),
+        DraftSample(BEGAN - 1.0, ONE, 0, 4, 5, DraftCounts(90, 1)),  # in the warm-up
+        DraftSample(BEGAN + 1.0, ONE, 0, 4, 3, DraftCounts(8, 6)),
+        DraftSample(BEGAN + 2.0, TWO, 0, 4, 3, DraftCounts(2, 1)),
     )
     return dataclasses.replace(result, report=dataclasses.replace(result.report, drafts=drafts))
 

@@ -16,7 +16,7 @@ from pat_vllm.doctor.child import Events
 from pat_vllm.doctor.compare import Comparison, Differs
 from pat_vllm.doctor.engine import PATEngine, StockEngine, Task, run_checks
 from pat_vllm.layout import Layout
-from pat_vllm.reporting import DraftSample
+from pat_vllm.reporting import DraftCounts, DraftSample
 from tests.unit.doctor.test_compare import REFERENCE
 
 AS_USED = Task(
@@ -111,14 +111,14 @@ def test_drafts_that_were_never_made_are_no_success(
     """All responses may have ended before a draft length was asked for."""
     engine = PATEngine(AS_USED, Events())
     engine.llm, engine.layouts = MagicMock(), [Layout.of(2, 2)]
-    drafts = [DraftSample(0.0, Layout.of(2, 2), 0, 2, 1, 0, 0)]
+    drafts = [DraftSample(0.0, Layout.of(2, 2), 0, 2, 1, DraftCounts(0, 0))]
     monkeypatch.setattr(module, "switch_to", lambda *_: None)
     monkeypatch.setattr("pat_vllm.api.speculate", lambda llm, k: None)
     monkeypatch.setattr("pat_vllm.api.report", lambda llm: MagicMock(drafts=list(drafts)))
 
     def generate(after: Any) -> Any:
         if drafted:
-            drafts.append(DraftSample(1.0, Layout.of(2, 2), 0, 2, 1, drafted, 4))
+            drafts.append(DraftSample(1.0, Layout.of(2, 2), 0, 2, 1, DraftCounts(drafted, 4)))
             after[1]()
         return REFERENCE.outputs
 

@@ -13,7 +13,7 @@ from pat_vllm.layout import Layout
 from pat_vllm.metrics import names
 from pat_vllm.metrics.metric_updates import MetricUpdates, Update, updates_of
 from pat_vllm.metrics.names import METRICS, STALL_BUCKETS, known_series
-from pat_vllm.reporting import BatchSavings, BatchTimes, DraftCounts
+from pat_vllm.reporting import BatchReport, DraftCounts
 
 DOCS = Path(__file__).parents[3] / "docs"
 DASHBOARD = DOCS / "grafana" / "pat-vllm.json"
@@ -81,12 +81,15 @@ def test_gauges_travel_when_they_change() -> None:
     assert values_of(sent, names.TENSOR_PARALLEL_SIZE) == {(): 4}
 
 
-def test_a_counter_never_falls() -> None:
+def test_batches_are_told_at_once() -> None:
     updates = MetricUpdates()
-    predicted, realised = BatchTimes(-1e-9, 2.0, 1.0), BatchTimes(4.0, 3.0, float("nan"))
-    updates.saved(BatchSavings(1.0, LAYOUTS[0], predicted, realised))
+    updates.batch(BatchReport(9.0, 2.5, 8, 100, control=True))
     assert updates.has_events
-    assert [update.value for update in taken(updates)] == [1, 0.0, 2.0, 1.0, 4.0, 3.0, 0.0]
+    assert taken(updates) == [
+        Update(names.BATCHES, ["true"], 1),
+        Update(names.BATCH_SECONDS, ["true"], 2.5),
+        Update(names.BATCH_TOKENS, ["true"], 100),
+    ]
 
 
 def test_metrics_are_named_as_vllms_are() -> None:

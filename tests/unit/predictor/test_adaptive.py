@@ -158,6 +158,22 @@ def test_a_batch_opens_where_one_like_the_last_begins_best() -> None:
     assert not runs[1].switches
 
 
+@pytest.mark.parametrize(("name", "best"), [("straggler", GROUP), ("long tail", REPLICAS)])
+def test_control_batches_stay_in_the_best_static_layout(name: str, best: Layout) -> None:
+    """From their first step on: the idle engine went there. Others begin in replicas."""
+    policy, traces = policy_of(PROFILE, control_every=3), batches(name)
+    static = {layout: seconds(run(StayPolicy(layout), traces)) for layout in PROFILE.layouts}
+    assert min(static, key=static.__getitem__) == best
+    runs = run(policy, traces * 2)
+    for number, batch in enumerate(runs, 1):
+        if number % 3 == 0:
+            assert batch.timeline[0].layout == best and not batch.switches_on_the_way
+        else:
+            assert batch.timeline[0].layout == REPLICAS and batch.switches_on_the_way
+    learnt = policy.report()
+    assert learnt.responses == 2 * sum(len(trace) for trace in traces)
+
+
 def test_a_report_of_decisions_and_a_file_of_lengths(tmp_path: Path) -> None:
     """What was predicted and what became of it; what is learnt is kept for the next engine."""
     path = tmp_path / "lengths.json"
@@ -170,10 +186,11 @@ def test_a_report_of_decisions_and_a_file_of_lengths(tmp_path: Path) -> None:
     for decision in fired:
         assert decision.real_cost is not None and decision.real_cost >= 0
         assert decision.real_after is not None and decision.real_after > 0
-        assert decision.why in ("saving", "probe")
-    last = [decision for decision in fired if decision.why == "saving"][-1]
-    assert last.saving > 0
+        assert decision.why in ("plan", "probe")
+    last = [decision for decision in fired if decision.why == "plan"][-1]
+    assert last.switch_now < last.no_switch
     assert last.real_cost == pytest.approx(last.cost, rel=0.5, abs=0.02)
+    assert report.share_come_true is not None and report.share_come_true > 0.5
     for count, error in report.step_error.values():
         assert count > 10 and error < 0.04
     assert report.batches == policy_of(PROFILE, lengths_file=path).report().batches == 3

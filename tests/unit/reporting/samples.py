@@ -35,6 +35,6 @@ def switch_report(
     )
 
 
-def decision_report(at: float, fired: bool = True, why: str = "saving") -> DecisionReport:
+def decision_report(at: float, fired: bool = True, why: str = "plan") -> DecisionReport:
     """A decision to go from `ONE` to `TWO`."""
     return DecisionReport(at, ONE, TWO, 4, 2.0, 1.5, 0.1, fired, why, 0.03, 0.02)

@@ -11,6 +11,7 @@ import pytest
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.decisions import MAX_DECISIONS, Decisions
 from pat_vllm.reporting import (
+    BatchReport,
     DraftCounts,
     DraftSample,
     EngineHistory,
@@ -31,14 +32,32 @@ def test_changes_and_first_steps_are_kept() -> None:
         history.switch(switch_report(at))
     history.refused(RefusedSwitch(2.5, TWO, ONE, "because"))
     history.later_turn()
-    for seconds in (0.5, 0.125, 0.125):
-        history.step(TWO, seconds)
+    for seconds, draft_length in ((0.5, 0), (0.125, 4), (0.125, 4)):
+        history.step(TWO, seconds, draft_length)
     report = history.report(TWO, [ONE, TWO])
     assert [sample.by_replica for sample in report.timeline] == [(3, 2), (2, 3), (2, 2)]
     assert [switch.first_step for switch in report.switches] == [None, 0.5]
     steps = report.steps[TWO]
     assert (steps.steps, steps.seconds, steps.median) == (3, 0.75, 0.125)
+    assert steps.seconds_by_draft_length == {0: 0.5, 4: 0.25}
     assert (len(report.refused), report.errors, report.later_turns) == (1, 0, 1)
+
+
+def test_a_batch_lasts_from_its_first_arrival_to_its_last_response() -> None:
+    history = EngineHistory()
+    assert history.idle() is None
+    for control in (False, True):
+        history.arrived(10.0)
+        history.arrived(11.0)
+        history.switch(switch_report(12.0))
+        history.ended(14.0, 30)
+        history.ended(15.5, 70)
+        ended = BatchReport(15.5, 5.5, 2, 100, 1, control)
+        assert history.idle(control) == ended
+        history.switch(switch_report(16.0, TWO, ONE, "idle"))
+        assert history.report(ONE, [ONE]).batches[-1] == ended
+    assert len(history.report(ONE, [ONE], since=15.0).batches) == 2
+    assert not history.report(ONE, [ONE], since=16.0).batches
 
 
 def test_a_long_history_is_bounded_and_is_sent_since_a_time(
@@ -86,12 +105,12 @@ def test_drafts_of_two_batches_are_counted_apart() -> None:
     history.idle()
     history.drafts(11.4, ONE, 1, 4, DraftCounts(8, 8, 5, 4))
     assert history.report(ONE, [ONE]).drafts == (
-        DraftSample(10.1, ONE, 1, 4, 1, 8, 3),
-        DraftSample(10.2, ONE, 0, 4, 1, 16, 7),
-        DraftSample(10.3, ONE, 0, 1, 1, 4, 4),
-        DraftSample(10.4, TWO, 0, 1, 1, 4, 2),
-        DraftSample(11.2, ONE, 1, 4, 2, 16, 3),
-        DraftSample(11.4, ONE, 1, 4, 1, 8, 8, 5, 4),
+        DraftSample(10.1, ONE, 1, 4, 1, DraftCounts(8, 3)),
+        DraftSample(10.2, ONE, 0, 4, 1, DraftCounts(16, 7)),
+        DraftSample(10.3, ONE, 0, 1, 1, DraftCounts(4, 4)),
+        DraftSample(10.4, TWO, 0, 1, 1, DraftCounts(4, 2)),
+        DraftSample(11.2, ONE, 1, 4, 2, DraftCounts(16, 3)),
+        DraftSample(11.4, ONE, 1, 4, 1, DraftCounts(8, 8, 5, 4)),
     )
     assert [sample.at for sample in history.report(ONE, [ONE], since=11.3).drafts] == [11.4]
 
@@ -99,11 +118,11 @@ def test_drafts_of_two_batches_are_counted_apart() -> None:
 def test_drafts_over_time() -> None:
     """Means of as many steps as there were, by second."""
     samples = (
-        DraftSample(11.9, ONE, 0, 7, 10, 70, 70),  # before
-        DraftSample(12.2, ONE, 0, 4, 10, 40, 20),
-        DraftSample(12.9, ONE, 1, 0, 30, 0, 0),
-        DraftSample(14.5, ONE, 0, 0, 9, 0, 0),
-        DraftSample(15.1, TWO, 0, 2, 5, 10, 1),
+        DraftSample(11.9, ONE, 0, 7, 10, DraftCounts(70, 70)),  # before
+        DraftSample(12.2, ONE, 0, 4, 10, DraftCounts(40, 20)),
+        DraftSample(12.9, ONE, 1, 0, 30, DraftCounts(0, 0)),
+        DraftSample(14.5, ONE, 0, 0, 9, DraftCounts(0, 0)),
+        DraftSample(15.1, TWO, 0, 2, 5, DraftCounts(10, 1)),
     )
     means = drafts_over_time(samples, 12.0, 1.0)
     assert [(mean.start, mean.num_speculative_tokens, mean.acceptance) for mean in means] == [

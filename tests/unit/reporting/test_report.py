@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from pat_vllm.reporting import (
-    BatchSavings,
-    BatchTimes,
+    BatchReport,
+    ControlComparison,
+    DraftCounts,
     DraftSample,
     LayoutSteps,
     LiveSample,
@@ -26,9 +27,11 @@ from pat_vllm.reporting.values import FORMAT
 from tests.unit.reporting.samples import ONE, TWO, decision_report, switch_report
 
 PREDICTOR = PredictorReport(
-    (replace(decision_report(0.1 + 0.2), stay=math.inf, go=-math.inf, cost=5e-324),),
+    (
+        replace(decision_report(0.1 + 0.2), no_switch=math.inf, switch_now=-math.inf, cost=5e-324),
+        replace(decision_report(0.9), real_before=0.031, real_after=0.022),
+    ),
     {ONE: (7, 0.03)},
-    savings=(BatchSavings(2.0, ONE, BatchTimes(3.0, 2.5, 1.5), BatchTimes(3.0, 2.0, 1.0)),),
 )
 REPORT = Report(
     TWO,
@@ -36,11 +39,13 @@ REPORT = Report(
     (switch_report(1.0), replace(switch_report(2.0, TWO, ONE, "idle"), first_step=0.5)),
     (RefusedSwitch(3.0, TWO, ONE, "because", reason="asleep"),),
     (LiveSample(1e300, ONE, 2**40), LiveSample(4.0, ONE, 5, (3, 2))),
-    {ONE: LayoutSteps(3, 0.75, 0.125)},
+    {ONE: LayoutSteps(3, 0.75, 0.125, {0: 0.5, 4: 0.25})},
     PREDICTOR,
     errors=2,
-    drafts=(DraftSample(3.5, ONE, 0, 4, 3, 12, 6),),
+    drafts=(DraftSample(3.5, ONE, 0, 4, 3, DraftCounts(12, 6)),),
     later_turns=5,
+    batches=(BatchReport(2.0, 1.5, 8, 800, 1), BatchReport(3.5, 1.0, 8, 900, 0, True)),
+    control=ControlComparison(3, 0.93, 0.9, 0.96),
 )
 
 
@@ -61,21 +66,26 @@ def test_a_report_is_shown_in_lines() -> None:
     """Switches, refused ones and batches in the order of time; of thousands the last."""
     report = replace(REPORT, timeline=(LiveSample(0.5, ONE, 8), LiveSample(4.0, TWO, 0)))
     assert str(report).splitlines() == [
-        "8 requests at most, 2 ranks, 3.5 s; 1 switch in 0.25 s; saved 2.0 of 3.0 s in tp1dp2 "
-        "without drafts (estimated; predicted 1.5 s)",
+        "8 requests at most, 2 ranks, 3.5 s; 1 switch in 0.25 s",
+        "  decided for tp2dp1 at 0.40 s (plan): a step from 30.0 to 20.0 ms predicted, from 31.0 "
+        "to 22.0 ms measured",
         "  tp1dp2 -> tp2dp1 at 0.50 s, 4 live, 250 ms (policy)",
         "  tp2dp1 -> tp1dp2 at 1.50 s, 4 live, 250 ms (idle)",
-        "  batch ended at 1.50 s: 1.00 s since its first plan (predicted 1.50 s); "
-        "in tp1dp2 without drafts 3.00 s (estimated; predicted 3.00 s)",
+        "  batch ended at 1.50 s: 8 responses, 800 tokens in 1.50 s",
         "  no switch to tp1dp2 at 2.50 s: because",
-        "  now in tp2dp1; steps since the start: 3 in tp1dp2 (median 125.0 ms)",
+        "  batch ended at 3.00 s: 8 responses, 900 tokens in 1.00 s, a control batch",
+        "  steps became faster or slower as predicted after 100% of the switches",
+        "  batches that may switch take 0.930 (0.900 to 0.960) of the time per token of 3 control "
+        "batches",
+        "  now in tp2dp1; steps since the start: 3 in tp1dp2 (0.4 s, median 125.0 ms; k 0 0.2 s, "
+        "k 4 0.1 s)",
         "  5 requests continued an ended one",
         "  2 switches failed to plan: see the engine's log",
     ]
     assert "no requests yet, 2 ranks" in str(Report(ONE, (ONE, TWO), (), (), ()))
     many = replace(report, switches=tuple(switch_report(1.0 + i) for i in range(10_000)))
     lines = str(many).splitlines()
-    assert len(lines) == 45 and lines[1] == "  (9962 earlier lines are left out)"
+    assert len(lines) == 47 and lines[1] == "  (9964 earlier lines are left out)"
     assert len(repr(many)) < 120 and "10000 switches" in repr(many)
     assert len(Report.from_json(many.to_json()).switches) == 10_000
 

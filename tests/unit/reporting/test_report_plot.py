@@ -12,9 +12,9 @@ from matplotlib.figure import Figure
 
 from pat_vllm.layout import Layout
 from pat_vllm.reporting import (
-    BatchSavings,
-    BatchTimes,
+    BatchReport,
     DecisionReport,
+    DraftCounts,
     DraftSample,
     LiveSample,
     PredictorReport,
@@ -46,21 +46,23 @@ def report_to_draw() -> Report:
         switch_report(BEGAN + 27.75, ONE, FOUR, "forced", 4),
     )
     decisions = tuple(
-        DecisionReport(s.at, s.source, s.target, 8, 9.0, go, 0.2, True, "saving", 0.03, 0.02)
-        for s, go in zip(switches[:2], (7.5, 8.6), strict=True)
+        DecisionReport(
+            *(s.at, s.source, s.target, 8, 9.0, 7.5, 0.2, True, "plan", 0.03, 0.02),
+            real_after=after,
+        )
+        for s, after in zip(switches[:2], (0.025, None), strict=True)
     )
-    savings = tuple(
-        BatchSavings(BEGAN + at, ONE, BatchTimes(14.0, 11.0, 10.0), BatchTimes(14.5, 11.5, real))
-        for at, real in ((10.25, 10.4), (30.25, 14.6))
-    )
+    batches = tuple(BatchReport(BEGAN + at, 10.25, 64, 900) for at in (10.25, 30.25))
     drafts = tuple(
-        DraftSample(BEGAN + at, ONE, 0, at % 5, 10, 40 * (at % 5), 20 * (at % 5))
+        DraftSample(BEGAN + at, ONE, 0, at % 5, 10, DraftCounts(40 * (at % 5), 20 * (at % 5)))
         for at in range(30)
         if not 11 < at < 20
     )
-    predictor = PredictorReport(decisions=decisions, savings=savings)
     return Report(
-        ONE, (ONE, TWO, FOUR), switches, (), tuple(timeline), predictor=predictor, drafts=drafts
+        *(ONE, (ONE, TWO, FOUR), switches, (), tuple(timeline)),
+        predictor=PredictorReport(decisions=decisions),
+        drafts=drafts,
+        batches=batches,
     )
 
 
@@ -96,8 +98,8 @@ def test_contents(monkeypatch: pytest.MonkeyPatch) -> None:
     assert drafts.get_ylabel() == "draft length k"
     points = lines_of(costs)
     assert points["switch: what it took"][1] == [0.25] * 3
-    assert points["switch: predicted saving, its cost paid"][1] == pytest.approx([1.5, 0.4])
-    assert points["batch: saving as it came (estimated)"][1] == pytest.approx([4.1, -0.1])
+    assert points["step after a switch: predicted"][1] == [0.02] * 2
+    assert points["step after a switch: real"] == ([3.75], [0.025])
 
 
 def test_what_is_not_known_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -113,7 +115,7 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report_to_draw().save(path)
 
     code, text = invoke("plot", str(path))
-    assert code == 0 and "3 switches in 0.75 s; saved 4.0 of 29.0 s" in text
+    assert code == 0 and "3 switches in 0.75 s" in text
     assert picture.read_bytes().startswith(b"\x89PNG")
     code, text = invoke("plot", str(path), "--output", str(tmp_path / "rollout.doc"))
     assert code == 2 and "doc" in text

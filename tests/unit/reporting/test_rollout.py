@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from pat_vllm.reporting import (
-    BatchSavings,
-    BatchTimes,
+    BatchReport,
+    ControlComparison,
+    DraftCounts,
     DraftSample,
     PredictorReport,
     RefusedSwitch,
@@ -29,23 +30,15 @@ SWITCHES = (
     switch_report(25.0, TWO, ONE, "idle", 0),
     switch_report(33.5, ONE, TWO, "forced", 2, 0.02),
 )
-BEFORE, BOTH, SWITCHED = (
-    BatchSavings(at, ONE, BatchTimes(*predicted), BatchTimes(*realised))
-    for at, predicted, realised in (
-        (19.0, (9.0, 1.0, 1.0), (9.0, 1.0, 1.0)),
-        (21.0, (5.0, 4.3, 3.3), (5.0, 4.4, 3.35)),
-        (22.0, (5.0, 4.5, 4.5), (5.0, 5.2, 5.2)),
-    )
-)
-OVER = "over tp1dp2 without drafts (estimated; predicted"
-
-
-def saved(*savings: BatchSavings) -> dict[str, Any]:
-    return {"predictor": PredictorReport(savings=savings)}
+BATCHES = (BatchReport(19.0, 9.0, 8, 90, 0, True), BatchReport(21.0, 1.0, 8, 90))
+CONTROL = BatchReport(21.5, 1.5, 8, 90, control=True)
 
 
 def drafts(*counts: tuple[float, int, int, int]) -> dict[str, Any]:
-    samples = (DraftSample(at, ONE, 0, k, 7, drafted, right) for at, k, drafted, right in counts)
+    samples = (
+        DraftSample(at, ONE, 0, k, 7, DraftCounts(drafted, right))
+        for at, k, drafted, right in counts
+    )
     return {"drafts": tuple(samples)}
 
 
@@ -62,8 +55,12 @@ def drafts(*counts: tuple[float, int, int, int]) -> dict[str, Any]:
             "no switch; learnt from 48 responses in 3 batches",
         ),
         ({"refused": (REFUSED, FAILED, FAILED)}, "no switch; 1 refused, 2 failed to plan"),
-        (saved(BEFORE, BOTH), f"no switch; saved 12% by layouts, 21% by drafts {OVER} 14%, 20%)"),
-        (saved(BOTH, SWITCHED), f"no switch; saved 4% by layouts, 11% by drafts {OVER} 12%, 10%)"),
+        ({"batches": BATCHES}, "no switch"),
+        (
+            {"batches": (*BATCHES, CONTROL), "control": ControlComparison(2, 0.9, 0.8, 1.0125)},
+            "no switch; a control batch; batches that may switch take 0.900 (0.800 to 1.012) of "
+            "the time per token of 2 control batches",
+        ),
         (
             drafts((19.0, 4, 50, 50), (20.5, 4, 100, 30), (21.5, 0, 0, 0)),
             "no switch; k 0 to 4, mean 2.0, 30 of 100 draft tokens accepted",

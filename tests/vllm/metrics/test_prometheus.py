@@ -26,16 +26,11 @@ from pat_vllm.patches.front_end import tell_loggers
 from pat_vllm.reporting import (
     REFUSALS,
     SWITCH_REASONS,
-    BatchSavings,
-    BatchTimes,
-    PredictorReport,
+    BatchReport,
     RefusedSwitch,
 )
 from pat_vllm.scheduler import switch as switch_module
 from pat_vllm.scheduler import switch_plan
-from pat_vllm.scheduler.draft_rows import DraftRows
-from pat_vllm.scheduler.monitor import Monitor
-from pat_vllm.scheduler.turns import Turns
 from tests.unit.metrics.test_metric_updates import (
     LAYOUTS,
     OF_VLLM,
@@ -80,10 +75,10 @@ def test_the_registry_adds_up_what_happened() -> None:
         source, target = rng.sample(LAYOUTS, 2)
         reason, refusal = rng.choice(SWITCH_REASONS), rng.choice(REFUSALS)
         seconds = rng.uniform(0, 15)
-        times = [BatchTimes(*(rng.random() for _ in names.WAYS)) for _ in names.ESTIMATES]
+        batch = BatchReport(1.0, rng.random(), 8, rng.randrange(99), control=rng.random() < 0.5)
         updates.switched(switch_report(1.0, source, target, reason, seconds=seconds))
         updates.refused(RefusedSwitch(1.0, source, target, "", reason=refusal))
-        updates.saved(BatchSavings(1.0, source, *times))
+        updates.batch(batch)
         if rng.random() < 0.5:
             metrics.observe({"updates": taken(updates)})
         _, total, count = exported(names.STALL)
@@ -94,11 +89,10 @@ def test_the_registry_adds_up_what_happened() -> None:
             expected[series(names.STALL, reason=reason, le=bound)] += seconds <= bound
         expected[series(names.STALL, reason=reason, le="+Inf")] += 1
         expected[series(names.REFUSED, reason=refusal)] += 1
-        expected[series(names.BATCHES)] += 1
-        for estimate, of_batch in zip(names.ESTIMATES, times, strict=True):
-            for way in names.WAYS:
-                key = series(names.BATCH_SECONDS, estimate=estimate, way=way)
-                expected[key] += getattr(of_batch, way)
+        control = {"control": str(batch.control).lower()}
+        expected[series(names.BATCHES, **control)] += 1
+        expected[series(names.BATCH_SECONDS, **control)] += batch.seconds
+        expected[series(names.BATCH_TOKENS, **control)] += batch.tokens
     metrics.observe({"updates": taken(updates)})
     after = samples(registry)
     assert after.keys() == before.keys()  # each series was known at start
@@ -208,20 +202,12 @@ def test_refusals_by_reason(scheduler: Any, monkeypatch: pytest.MonkeyPatch) -> 
     }
 
 
-def test_each_batch_is_counted_once() -> None:
-    times = BatchTimes(4.0, 3.0, 2.0)
-    batches = [BatchSavings(at, LAYOUTS[0], times, times) for at in (10.0, 10.0, 20.0)]
-    ended: list[BatchSavings] = []
-
-    def report(since: float) -> PredictorReport:
-        return PredictorReport(savings=tuple(b for b in ended if b.at >= since))
-
-    quiet: Any = SimpleNamespace(idle=lambda *now: None, report=report)
-    updates = MetricUpdates()
-    monitor = Monitor(quiet, quiet, None, False, Turns(16), DraftRows(0, 1, 1), updates)  # type: ignore[arg-type]
+def test_each_batch_is_counted_once(scheduler: Any) -> None:
     counts = []
-    for more in (0, 2, 0, 1):
-        ended += batches[len(ended) : len(ended) + more]
-        monitor.idle()
-        counts.append(sum(update.name == names.BATCHES for update in taken(updates)))
-    assert counts == [0, 2, 0, 1]
+    for number in (0, 2, 1):
+        if number:
+            add(scheduler, number)
+            step(scheduler)
+            scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+        counts.append(values_of(carried(step(scheduler)), names.BATCHES))
+    assert counts == [{}, {("false",): 1}, {("false",): 1}]

@@ -217,8 +217,8 @@ def check_storm(
     assert front.ended >= lengths.keys() - given_up
     workers = front.workers
     samples = front.scheduler.controller.report().drafts
-    assert sum(sample.drafted for sample in samples) == workers.drafted > 100
-    assert sum(sample.accepted for sample in samples) == workers.accepted
+    assert sum(sample.counts.drafted for sample in samples) == workers.drafted > 100
+    assert sum(sample.counts.accepted for sample in samples) == workers.accepted
     assert 0.3 < workers.accepted / workers.drafted < 0.9
     assert dropped > 3
     assert set(workers.lengths) == set(LENGTHS)

@@ -564,7 +564,7 @@ def test_what_a_front_end_has_stopped_may_go_on_after_a_tool(stop: str | None, w
 
 
 class Listening(Policy):
-    """Hears of ends and of pauses."""
+    """Hears of ends."""
 
     def __init__(self, default: Layout, heard: list[str]) -> None:
         self.default_layout = default
@@ -576,19 +576,6 @@ class Listening(Policy):
 
     def ended(self, *args: Any) -> None:
         self.heard.append("ended")
-
-    def interrupted(self) -> None:
-        self.heard.append("interrupted")
-
-
-def test_a_policy_hears_of_pauses_with_unfinished_requests(scheduler: Any) -> None:
-    heard: list[str] = []
-    scheduler.monitor.policy = Listening(scheduler.controller.layouts[0], heard)
-    scheduler.set_pause_state(PauseState.PAUSED_ALL)
-    scheduler.set_pause_state(PauseState.UNPAUSED)
-    add(scheduler, 1)
-    scheduler.set_pause_state(PauseState.PAUSED_ALL)
-    assert heard == ["interrupted"]
 
 
 def test_what_gpus_compute_is_the_mean_of_all_replicas_whenever_it_was_computed() -> None:

@@ -22,6 +22,7 @@ from pat_vllm.executor.executor import StepResult
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.draft_schedule import Schedule, draft_lengths, every_length
 from pat_vllm.profile import StepShape
+from pat_vllm.reporting import DraftCounts
 from pat_vllm.scheduler import switch_plan
 from pat_vllm.scheduler.draft_rows import DraftRows
 from pat_vllm.scheduler.monitor import Monitor
@@ -343,8 +344,8 @@ def test_counted_drafts(requests: list[tuple[int, int, bool]]) -> None:
     chosen = {f"r{i}" for i in range(1, len(requests), 2)}
     of_chosen = [min(request[:2]) for request in requests[1::2] if request[2] and request[0]]
     counts = counted_drafts(a_step(named), output, chosen)
-    assert counts[:2] == (drafted, sum(accepted))
-    assert counts[2:] == (sum(request[0] for request in requests[1::2]), sum(of_chosen))
+    of_requests = (sum(request[0] for request in requests[1::2]), sum(of_chosen))
+    assert counts == DraftCounts(drafted, sum(accepted), *of_requests)
     verified = [drafts for drafts, _, samples in requests if samples and drafts]
     assert verified_drafts(a_step(named), output).tolist() == [accepted, verified]
     assert verified_drafts(a_step(named), output, chosen)[0].tolist() == of_chosen
@@ -365,6 +366,7 @@ def test_a_policy_hears_of_the_length_that_the_drafts_were_made_with(between: An
     heard: list[tuple[int, int, list[int]]] = []
     policy: Any = SimpleNamespace(
         learns=True,
+        control=False,
         stepped=lambda *args: None,
         switched=lambda report: None,
         idle=lambda now: None,
@@ -376,7 +378,7 @@ def test_a_policy_hears_of_the_length_that_the_drafts_were_made_with(between: An
         step=lambda *args: None,
         drafts=lambda *args: None,
         switch=lambda report: None,
-        idle=lambda: None,
+        idle=lambda control: None,
     )
     table: Any = SimpleNamespace(move=lambda replicas: None)
     monitor = Monitor(policy, history, table, True, Turns(16), DraftRows(0, 1, 1))

@@ -1,5 +1,5 @@
 # ruff: noqa: E501  # pieces of source stay whole
-"""Mistakes in the predictor, the planner, savings, shards, plans of moves, routing and layouts."""
+"""Mistakes in the predictor, the planner, shards, plans of moves, routing and layouts."""
 
 from __future__ import annotations
 
