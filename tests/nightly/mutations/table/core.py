@@ -55,7 +55,7 @@ MUTATIONS = mutations({
     ],
     "tests/unit/predictor/test_draft_lengths.py": [
         ("a policy begins with draft lengths", "predictor.adaptive:AdaptivePolicy.__init__", "self.drafts = {layout: ((1, 1, 0),) for layout in layouts}", "pass"),
-        ("draft lengths of a batch's tail hold for the next", "predictor.adaptive:AdaptivePolicy._open", "self.drafts = plan.layout_costs.drafts", "pass"),
+        ("draft lengths of a batch's tail hold for the next", "predictor.adaptive:AdaptivePolicy._open", "self.drafts = costs.drafts", "pass"),
         ("planned draft lengths are not used", "predictor.adaptive:AdaptivePolicy._decide", "self.drafts = plan.layout_costs.drafts", "pass"),
         ("a plan does not know what is accepted", "predictor.adaptive:AdaptivePolicy._layout_costs", "draft_yield = self._acceptance.expected()", "pass"),
     ],
