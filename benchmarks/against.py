@@ -2,13 +2,15 @@
 
     git worktree add ../before COMMIT
     python -m benchmarks.against ../before
+    python -m benchmarks.against stock --model qwen3-100m
 
 An engine of each lives; they take turns, and one that waits is stopped. In its turn an engine
 decodes a batch in each layout, and switches there and back while requests run. Both are started
 several times, each first in every second start: with equal code one engine can be several percent
 slower than another for as long as it lives. With `--batches` they serve the batches of `make bench`
 by the default policy instead. A ratio is this code's time over the other's, start by start, and is
-to be at most 1.02 (`BAR`).
+to be at most 1.02 (`BAR`). The other side may be `stock` vLLM, with one group of two: what PAT
+costs while it does not switch.
 """
 
 # Engines' processes import this file before the code that they are to run: nothing of PAT here.
@@ -28,10 +30,11 @@ from benchmarks.paired import paired_ratio, turns
 
 BAR = 1.02
 SIDES = ("this", "other")
+STOCK = "stock"
+"""In place of the other checkout: vLLM without PAT."""
 LAYOUTS = (1, 2)
 SWITCHES = 3
 """Each way, in a turn."""
-
 
 Found = Mapping[str, Mapping[str, float]]
 """Of one start: side -> row of the table -> seconds."""
@@ -44,12 +47,10 @@ and has them take turns. They end with the stack."""
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("other", type=Path, help="root of the other checkout")
+    parser.add_argument("other", type=Path, help="root of the other checkout, or `stock`")
     parser.add_argument("--this", type=Path, help="root of a checkout to measure as this code")
     parser.add_argument("--starts", type=int, default=8, help="of each side")
-    parser.add_argument(
-        "--batches", action="store_true", help="serve the batches of `make bench`, by the policy"
-    )
+    parser.add_argument("--batches", action="store_true", help="serve the batches of `make bench`")
     parser.add_argument("--repeats", type=int, default=3, help="--batches: of each workload")
     parser.add_argument("--turns", type=int, default=10, help="of each side in a start")
     parser.add_argument("--model", default="qwen3-tiny")
@@ -61,9 +62,14 @@ def main() -> None:
     from benchmarks.record import ROOT, commit_of, machine, table, write_results
 
     facts = machine()
-    roots = {"this": (arguments.this or ROOT).resolve(), "other": arguments.other.resolve()}
+    this, stock = (arguments.this or ROOT).resolve(), str(arguments.other) == STOCK
+    roots = {"this": this, "other": this if stock else arguments.other.resolve()}
     commits = {side: commit_of(root) for side, root in roots.items()}
-    what, measure = _batches(arguments) if arguments.batches else _steps(arguments)
+    if stock:
+        commits["other"] = STOCK
+    if stock and arguments.batches:
+        parser.error("--batches needs another checkout")
+    what, measure = _batches(arguments) if arguments.batches else _steps(arguments, stock)
     starts: list[Found] = []
     for start in range(arguments.starts):
         with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
@@ -76,7 +82,7 @@ def main() -> None:
             starts.append(measure(codes, stack))
         print(f"start {start + 1} of {arguments.starts}: {starts[-1]}", flush=True)
     rows = []
-    for name in starts[0]["this"]:
+    for name in starts[0]["other"]:
         ours, theirs = ([start[side][name] for start in starts] for side in SIDES)
         ratio = paired_ratio(ours, theirs)
         medians = (f"{1e3 * statistics.median(values):.3f}" for values in (ours, theirs))
@@ -95,37 +101,45 @@ def main() -> None:
     )
 
 
-def _steps(arguments: argparse.Namespace) -> tuple[str, Measure]:
+def _started(engine: EngineProcess, stack: ExitStack, code: Path) -> EngineProcess:
+    """An engine that is ready, and runs the code that is in a folder."""
+    stack.enter_context(engine)
+    engine.wait_until_ready()
+    assert engine.call(_code) == str(code / "pat_vllm" / "__init__.py")
+    return engine
+
+
+def _steps(arguments: argparse.Namespace, stock: bool) -> tuple[str, Measure]:
     """What is measured of steps and switches, and how."""
     from benchmarks import common
 
-    options: dict[str, Any] = {
-        "model": common.model(arguments.model),
+    engine_options: dict[str, Any] = {
+        "model": str(common.checkpoint(arguments.model)),
         "dtype": "float32",
         "tensor_parallel_size": 2,
-        "distributed_executor_backend": "pat",
-        "additional_config": {
-            "pat": {
-                "kv_transfer": "migrate",
-                "weights": "inplace",
-                "layouts": [*LAYOUTS],
-                "base_tp": LAYOUTS[0],
-                "policy": {"kind": "static", "tp": LAYOUTS[0]},
-            }
-        },
+        "distributed_executor_backend": "mp",
         "enforce_eager": True,
         "max_model_len": 1024,
         "kv_cache_memory_bytes": 128 << 20,
     }
+    pat = {
+        "kv_transfer": "migrate",
+        "weights": "inplace",
+        "layouts": [*LAYOUTS],
+        "base_tp": LAYOUTS[0],
+        "policy": {"kind": "static", "tp": LAYOUTS[0]},
+    }
+    ours = {"distributed_executor_backend": "pat", "additional_config": {"pat": pat}}
     prompts = common.random_prompts(arguments.requests, arguments.context, seed=0)
 
     def measure(codes: Mapping[str, Path], stack: ExitStack) -> Found:
-        engines: dict[str, common.Engine] = {}
+        engines: dict[str, EngineProcess] = {}
         for side, code in codes.items():
-            engine = common.Engine(options, bind="0|1", core_inside=True, code=code)
-            engines[side] = stack.enter_context(engine)
-            engine.wait_until_ready()
-            assert engine.call(_code) == str(code / "pat_vllm" / "__init__.py")
+            plain = stock and side == "other"
+            options = {**engine_options, **({} if plain else ours)}
+            # Weights in place are plain, which vLLM would pack for its CPU kernels.
+            engine = common.Engine(options, bind="0|1", plain=plain, core_inside=True, code=code)
+            engines[side] = _started(engine, stack, code)
             engine.call(_turn, prompts, arguments.tokens)  # warms up
             engine.pause()
         results: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
@@ -152,36 +166,26 @@ def _steps(arguments: argparse.Namespace) -> tuple[str, Measure]:
 def _batches(arguments: argparse.Namespace) -> tuple[str, Measure]:
     """What is measured of the batches of `make bench`, and how."""
     from benchmarks.batch import serve_batch
-    from benchmarks.bench.engines import BenchSettings, engine_options, environment_of
-    from benchmarks.bench.run import sides
+    from benchmarks.bench.engines import BenchSettings, engine_options, environment_of, sides
     from benchmarks.bench.runs import PAT
-    from benchmarks.bench.serve import requests_of
     from benchmarks.bench.workloads import WORKLOADS
-    from benchmarks.common import awake
-    from benchmarks.record import ROOT
-    from pat_vllm.cli.demo_batch import demo_model, model_config
+    from benchmarks.common import awake, checkpoint
 
-    model = demo_model(ROOT / ".models").resolve()
     workloads = tuple(WORKLOADS.values())
-    settings = BenchSettings(model, 2, workloads, arguments.repeats, "full", seed=0)
-    config = model_config(model)
+    settings = BenchSettings(checkpoint("qwen3-170m"), 2, workloads, arguments.repeats)
     # Of `make bench`'s sides, static and adaptive, both are the adaptive one here.
-    options = engine_options(settings, sides(settings)[PAT], config)
+    options = engine_options(settings, sides(settings)[PAT])
 
     def measure(codes: Mapping[str, Path], stack: ExitStack) -> Found:
         engines: dict[str, EngineProcess] = {}
         for side, code in codes.items():
             engine = EngineProcess(options, environment_of(2, code), code / "log", code)
-            engines[side] = stack.enter_context(engine)
-            engine.wait_until_ready()
-            assert engine.call(_code) == str(code / "pat_vllm" / "__init__.py")
+            engines[side] = _started(engine, stack, code)
             engine.pause()
         seconds = {side: {workload.name: 0.0 for workload in workloads} for side in SIDES}
         for workload in workloads:
             for repeat, order in enumerate(turns(SIDES, arguments.repeats + 1)):
-                requests = requests_of(
-                    settings.trace(workload, repeat), config["vocab_size"], repeat
-                )
+                requests = settings.requests(settings.trace(workload, repeat), repeat)
                 for side in order:
                     name = f"{workload.name}-{repeat}"
                     with awake([engines[side]]):
@@ -211,17 +215,22 @@ def _code(llm: Any) -> str:
 
 def _turn(llm: Any, prompts: Sequence[Any], tokens: int) -> dict[str, float]:
     """Mean seconds of a decode step in each layout, and the median of a switch each way, without
-    the wait for steps in flight; then how much of that its planning takes."""
+    the wait for steps in flight; then how much of that its planning takes. Of stock vLLM only a
+    step of its one group."""
     import pat_vllm
 
     seconds = {}
-    for tp in LAYOUTS:
-        pat_vllm.switch(llm, tp=tp)
+    with_pat = "pat" in llm.llm_engine.vllm_config.additional_config
+    for tp in LAYOUTS if with_pat else LAYOUTS[-1:]:
+        if with_pat:
+            pat_vllm.switch(llm, tp=tp)
         produced = _begin(llm, prompts, tokens)
         step_until(llm, produced, 2)
         begun = time.perf_counter()
         step_until(llm, produced, None)
         seconds[f"step, tp={tp}"] = (time.perf_counter() - begun) / (tokens - 2)
+    if not with_pat:
+        return seconds
     first = len(pat_vllm.report(llm).switches)
     # The report has ended the last batch, and with it the engine went back to tp=1.
     produced = _begin(llm, prompts, tokens)

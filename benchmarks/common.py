@@ -6,6 +6,7 @@ has to be set before.
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import time
@@ -16,7 +17,6 @@ from typing import Any
 
 from benchmarks.engine_process import EngineProcess
 from benchmarks.record import ROOT
-from pat_vllm.cli.demo_batch import OWN_MODELS
 
 PLAIN_WEIGHTS = ROOT / "tests" / "support" / "plain_weights"
 
@@ -32,8 +32,30 @@ ENVIRONMENT = {
 
 _LAYERS: dict[str, Any] = dict(layers=12, vocab=32_000, dtype="bfloat16")
 _WIDE = {**_LAYERS, "hidden": 768, "heads": 12, "kv_heads": 4, "head_dim": 64, "intermediate": 2048}
+_DEMO: dict[str, Any] = dict(
+    arch="qwen3",
+    hidden=512,
+    layers=4,
+    heads=8,
+    kv_heads=4,
+    head_dim=64,
+    intermediate=1536,
+    vocab=151_936,
+    dtype="float32",
+)
 
 MODELS: dict[str, dict[str, Any]] = {
+    # The demo's shape: 169M parameters. Its large vocabulary has many requests go faster in
+    # replicas and few in one group, also where all ranks share the memory.
+    "qwen3-170m": _DEMO,
+    "moe": {
+        **_DEMO,
+        "arch": "qwen3_moe",
+        "experts": 16,
+        "experts_per_token": 4,
+        "expert_intermediate": 256,
+        "max_position_embeddings": 4096,
+    },
     # Qwen3-0.6B's shape.
     "qwen3-0.6b": dict(
         arch="qwen3",
@@ -50,23 +72,10 @@ MODELS: dict[str, dict[str, Any]] = {
     ),
     # A step of tens of milliseconds on one core, so that overheads show as on a fast device.
     "qwen3-100m": {**_WIDE, "arch": "qwen3", "max_position_embeddings": 4096},
-    # The demo's mixture of experts.
-    "moe": {**OWN_MODELS["moe"], "max_position_embeddings": 4096},
     # Small enough for eight ranks on two cores.
     "qwen3-tiny": dict(arch="qwen3", heads=8, kv_heads=8, vocab=4096, max_position_embeddings=4096),
     # Other kinds of state: windows in two layers of three, ...
     "gemma3": {**_WIDE, "arch": "gemma3_text", "tie": True, "window": 256},
-    # ... and in every second one, with experts, ...
-    "gpt-oss": dict(
-        **_LAYERS,
-        arch="gpt_oss",
-        hidden=512,
-        heads=12,
-        kv_heads=4,
-        head_dim=64,
-        window=128,
-        expert_intermediate=256,
-    ),
     # ... linear attention in two layers of three, ...
     "qwen3-next": dict(**_LAYERS, arch="qwen3_next", hidden=512, heads=8, kv_heads=4, head_dim=128),
     # ... and latent attention.
@@ -74,11 +83,20 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def model(name: str) -> str:
-    """Path of a random checkpoint from `MODELS`, built on first use under `.models/`."""
+def checkpoint(name: str) -> Path:
+    """A random checkpoint from `MODELS`, built on first use under `.models/`; else the folder of
+    this name."""
     from pat_vllm.cli.random_model import kept_model
 
-    return str(kept_model(ROOT / ".models", name, MODELS[name]))
+    if name in MODELS:
+        return kept_model(ROOT / ".models", name, MODELS[name])
+    return Path(name).resolve()
+
+
+def config_of(model: Path) -> dict[str, Any]:
+    """A checkpoint's config.json."""
+    config: dict[str, Any] = json.loads((model / "config.json").read_text())
+    return config
 
 
 def random_prompts(count: int, length: int, seed: int) -> list[dict[str, list[int]]]:
@@ -88,9 +106,6 @@ def random_prompts(count: int, length: int, seed: int) -> list[dict[str, list[in
         {"prompt_token_ids": [rng.randrange(300, 4000) for _ in range(length)]}
         for _ in range(count)
     ]
-
-
-# -------------------------------------------------------------------- engines
 
 
 class Engine(EngineProcess):

@@ -7,10 +7,9 @@
 that had begun are finished, and which is therefore up to a step, whatever the switch does.
 
 The floor is what copying the moved bytes (KV, and rows of weights) once would take, at the
-bandwidth with which all ranks copy memory at the same time, measured in the same run. Bars: the
-stall is at most 1.5 floors and 20 ms, where at least 256 MB of KV are moved; the first decode step
-after it takes at most twice a usual one. `fixed` is the stall without any KV moved, by a line
-through the measured stalls of two sizes; what a switch takes without live requests is beside it.
+bandwidth with which all ranks copy memory at the same time, measured in the same run. Bars: where
+requests have 512 tokens, a stall is at most 1.5 floors and 20 ms, and 10 ms more where as many
+cached prefixes come along; the first decode step after it takes at most twice a usual one.
 """
 
 from __future__ import annotations
@@ -20,32 +19,29 @@ import multiprocessing
 import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
-from benchmarks.common import Engine, model, random_prompts
+from benchmarks.common import Engine, checkpoint, random_prompts
 from benchmarks.engine_process import PARK_SECONDS, step_until
 from benchmarks.record import Summary, machine, table, write_results
-from pat_vllm.cli.demo_batch import model_config
-from pat_vllm.config import PATConfig
-from pat_vllm.models.moe_config import MoEConfig
 
 LIVE = 8
 CONTEXT = 512
 STEPS_BETWEEN = 3
-PARTS = (
-    "quiesce",
-    "plan",
-    "states",
-    "kv",
-    "weights",
-    "activate",
-    "rpc",
-    "finish",
-)
-BARS = {"floors": 1.5, "fixed_ms": 20, "caches_ms": 10, "first_step_ratio": 2.0}
+PARTS = ("quiesce", "plan", "states", "kv", "weights", "activate", "rpc", "finish")
+BARS = {"floors": 1.5, "fixed_ms": 20.0, "caches_ms": 10.0, "first_step_ratio": 2.0}
+CASES: Mapping[str, tuple[int | None, bool]] = {
+    f"{CONTEXT} tokens": (CONTEXT, False),
+    f"{CONTEXT} tokens, caches": (CONTEXT, True),
+    "one block": (16, False),
+    "empty": (None, False),
+}
+"""Tokens of a live request, None without any, and whether cached prefixes come along."""
+_COPIED_BYTES = 64 << 20
 
 
 def main() -> None:
@@ -54,44 +50,33 @@ def main() -> None:
     parser.add_argument("--model", default="qwen3-0.6b")
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--weights", choices=["inplace", "materialized"], default="inplace")
-    kinds = ["both", "tp", "ep"]
-    parser.add_argument("--experts", choices=kinds, default="both", help="of a mixture, in place")
+    parser.add_argument("--experts", choices=["tp", "ep"], default="tp", help="of a mixture")
     parser.add_argument("--ranks", type=int, default=2, help="all ways between their layouts")
     parser.add_argument("--repeats", type=int, default=7, help="switches each way, first discarded")
     parser.add_argument("--kv-gib", type=float, default=1.5, help="KV memory of a rank")
     args = parser.parse_args()
-    checkpoint = model(args.model)
-    pat = PATConfig(experts=args.experts if args.weights == "inplace" else "tp")
-    mixture = MoEConfig.from_config(model_config(Path(checkpoint)))
-    if mixture is None:
-        pat = PATConfig()
-    base, *others = (str(layout) for layout in pat.resolve_layouts(args.ranks, mixture))
-    walk = circuit(base, others)
+    pat = {"kv_transfer": "migrate", "weights": args.weights, "policy": {"kind": "static", "tp": 1}}
+    if args.experts != parser.get_default("experts"):
+        pat["experts"] = args.experts
 
     facts = machine()
-    body: dict[str, Any] = {"model": args.model, "weights": args.weights, "bars": BARS}
+    body: dict[str, Any] = {"arguments": vars(args), "bars": BARS}
     text = (
-        f"A switch of {args.ranks} ranks with {LIVE} live requests of {CONTEXT} tokens, "
-        f"{args.model}, weights {args.weights}; median (low-high) of {args.repeats - 1}, ms. "
-        "`stall` is the switch without `quiesce`, which finishes what had begun. `one block`: "
-        "contexts that fit one KV block; `empty`: no requests; `caches`: as many contexts of ended "
-        "requests are carried. `fixed`: the stall without moving "
-        "KV, by a line through the two sizes.\n\n"
+        f"A switch of {args.ranks} ranks with {LIVE} live requests, {args.model}, weights "
+        f"{args.weights}; median (low-high) of {args.repeats - 1}, ms. `stall` is the switch "
+        "without `quiesce`, which finishes what had begun. `caches`: cached prefixes of as many "
+        "requests that have ended come along; `one block`: contexts that fit one KV block; "
+        f"`empty`: no requests. The bar is {BARS['floors']} floors and {BARS['fixed_ms']:.0f} ms, "
+        f"with caches {BARS['caches_ms']:.0f} ms more; of the first step, as a multiple of a "
+        f"usual one, {BARS['first_step_ratio']:.0f}.\n\n"
     )
     for dtype in args.dtypes:
         options = dict(
-            model=checkpoint,
+            model=str(checkpoint(args.model)),
             dtype=dtype,
             tensor_parallel_size=args.ranks,
             distributed_executor_backend="pat",
-            additional_config={
-                "pat": {
-                    "kv_transfer": "migrate",
-                    "weights": args.weights,
-                    **({"experts": pat.experts} if mixture else {}),
-                    "policy": {"kind": "static", "tp": 1},
-                }
-            },
+            additional_config={"pat": pat},
             enforce_eager=True,
             max_model_len=1024,
             max_num_seqs=32,
@@ -99,17 +84,16 @@ def main() -> None:
         )
         with Engine(options, bind="0|1" if args.ranks == 2 else "nobind") as engine:
             engine.wait_until_ready()
-            engine.call(_switch, CONTEXT, walk, 2, 0)  # warm-up
+            engine.call(switches, CONTEXT, 2, 0, False)  # warm-up
             cases = {
-                "512 tokens": engine.call(_switch, CONTEXT, walk, args.repeats, 1),
-                "512 tokens, caches": engine.call(_switch, CONTEXT, walk, args.repeats, 4, True),
-                "one block": engine.call(_switch, 16, walk, args.repeats, 2),
-                "empty": engine.call(_switch, None, walk, args.repeats, 3),
+                name: engine.call(switches, context, args.repeats, seed, caches)
+                for seed, (name, (context, caches)) in enumerate(CASES.items(), 1)
             }
             time.sleep(PARK_SECONDS)
             memcpy = memcpy_bandwidth((0, 1))
         body[dtype] = {"cases": cases, "memcpy_bytes_per_second": memcpy}
-        text += f"## {dtype}\n\n" + _table(cases) + "\n" + _verdicts(cases, memcpy) + "\n"
+        text += f"## {dtype}\n\nMemory is copied at {memcpy / 1e9:.1f} GB/s.\n\n"
+        text += _table(cases, memcpy) + "\n"
     name = f"switch-cost-{args.model}-{args.weights}"
     write_results(name + (f"-{args.ranks}" if args.ranks > 2 else ""), facts, body, text)
 
@@ -122,48 +106,46 @@ def circuit(start: str, others: Sequence[str]) -> list[str]:
     return walk
 
 
-def _switch(
-    llm: Any,
-    context: int | None,
-    walk: Sequence[str],
-    repeats: int,
-    seed: int,
-    caches: bool = False,
+def switches(
+    llm: Any, context: int | None, repeats: int, seed: int, caches: bool
 ) -> list[dict[str, Any]]:
-    """Take a walk over layouts `repeats` times, with one batch of requests; the reports.
+    """Take each way between two layouts `repeats` times, with one batch of requests; the reports.
 
-    With `caches`, contexts of the batch before are carried beside it.
+    With `caches`, prefixes of the batch before come along.
     """
     from vllm import SamplingParams
 
     import pat_vllm
 
-    begun = len(pat_vllm.report(llm).switches)
+    report = pat_vllm.report(llm)
+    begun = len(report.switches)
+    base, *others = (str(layout) for layout in report.layouts)
+    walk = circuit(base, others) * repeats
     if not caches:
         assert llm.reset_prefix_cache()
-    if context is None:
-        for tp in [*walk] * repeats:
-            pat_vllm.switch(llm, tp)
-    else:
-        steps = len(walk) * repeats * STEPS_BETWEEN
+    produced: dict[str, int] = {}
+    if context is not None:
+        steps = len(walk) * STEPS_BETWEEN + 40
         params = SamplingParams(
-            temperature=1.0, max_tokens=steps + 40, ignore_eos=True, detokenize=False
+            temperature=1.0, max_tokens=steps, ignore_eos=True, detokenize=False
         )
         # The last switches happen at `context` tokens, so that blocks are full, not exceeded.
-        prompts = random_prompts(LIVE, max(4, context - steps - 40), seed)
+        prompts = random_prompts(LIVE, max(4, context - steps), seed)
         produced = {f"{seed}-{i}": 0 for i in range(LIVE)}
         for name, prompt in zip(produced, prompts, strict=True):
             llm.llm_engine.add_request(name, prompt, params)
-        for i, tp in enumerate([*walk] * repeats):
-            step_until(llm, produced, STEPS_BETWEEN * (i + 1))
-            pat_vllm.switch(llm, tp)
-        step_until(llm, produced, None)
+    for i, layout in enumerate(walk):
+        step_until(llm, produced, STEPS_BETWEEN * (i + 1))
+        pat_vllm.switch(llm, layout)
+    step_until(llm, produced, None)
     report = pat_vllm.report(llm)
     usual = {layout: steps.median for layout, steps in report.steps.items()}
     return [
-        asdict(s) | {"usual_step": usual[s.target], "way": f"{s.source} -> {s.target}"}
-        for s in report.switches[begun:]
-        if s.reason == "forced"
+        asdict(switch)
+        | {"way": f"{switch.source} -> {switch.target}"}
+        | {"usual_step": usual[switch.target]}
+        for switch in report.switches[begun:]
+        if switch.reason == "forced"
     ]
 
 
@@ -179,8 +161,7 @@ def _copy_rate(core: int, begin_at: float) -> float:
     import numpy as np
 
     os.sched_setaffinity(0, {core})
-    source = np.ones(_COPIED_BYTES, np.uint8)
-    target = np.ones(_COPIED_BYTES, np.uint8)
+    source, target = (np.ones(_COPIED_BYTES, np.uint8) for _ in range(2))
     while time.monotonic() < begin_at:
         time.sleep(1e-3)
     times = []
@@ -191,71 +172,31 @@ def _copy_rate(core: int, begin_at: float) -> float:
     return _COPIED_BYTES / statistics.median(times)
 
 
-_COPIED_BYTES = 64 << 20
-
-
-def _stall(switch: dict[str, Any]) -> float:
-    return switch["seconds"] - switch["quiesce"]
-
-
-def _ways(switches: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    ways: dict[str, list[dict[str, Any]]] = {}
-    for switch in switches:
-        ways.setdefault(switch["way"], []).append(switch)
-    return {way: of_way[1:] for way, of_way in ways.items()}  # the first is a warm-up
-
-
-def _table(cases: dict[str, list[dict[str, Any]]]) -> str:
+def _table(cases: Mapping[str, Sequence[dict[str, Any]]], memcpy: float) -> str:
     rows = []
-    for case, switches in cases.items():
-        for way, of_way in _ways(switches).items():
-            row = [case, way]
-            row.append(Summary.of([s["seconds"] for s in of_way]).show(1e3))
-            row.append(Summary.of([_stall(s) for s in of_way]).show(1e3))
-            row += [f"{Summary.of([s[p] for s in of_way]).median * 1e3:.2f}" for p in PARTS]
-            rows.append(row)
-    return table(["case", "switch", "total", "stall", *PARTS], rows)
-
-
-def _verdicts(cases: dict[str, list[dict[str, Any]]], memcpy: float) -> str:
-    rows = []
-    full, cached, small, empty = map(_ways, cases.values())
-    for way, of_way in full.items():
-        moved, moved_small = (switches[0]["kv_bytes"] for switches in (of_way, small[way]))
-        weights = of_way[0]["weight_bytes"]
-        stall, stall_small = (
-            Summary.of([_stall(s) for s in switches]) for switches in (of_way, small[way])
-        )
-        cached_stall = Summary.of([_stall(s) for s in cached[way]])
-        cached_bytes = Summary.of([s["kv_bytes"] for s in cached[way]]).median - moved
-        # Between the kinds of one tp no KV moves.
-        per_byte = (stall.median - stall_small.median) / max(1, moved - moved_small)
-        fixed = stall.median - per_byte * moved
-        floor = (moved + weights) / memcpy
-        rows.append(
-            [
-                way,
-                f"{moved / 1e6:.0f} + {weights / 1e6:.0f}",
-                f"{memcpy / 1e9:.1f}",
-                f"{floor * 1e3:.1f}",
-                stall.show(1e3),
-                f"{stall.median / floor:.1f}",
-                f"{(BARS['floors'] * floor + BARS['fixed_ms'] / 1e3) * 1e3:.0f}",
-                f"{fixed * 1e3:.1f}",
-                f"{(cached_bytes / memcpy) * 1e3 + BARS['caches_ms']:.0f}",
-                f"{(cached_stall.median - stall.median) * 1e3:.1f}",
-                Summary.of([_stall(s) for s in empty[way]]).show(1e3),
-                Summary.of([s["first_step"] / s["usual_step"] for s in of_way]).show(1, 2),
-                f"{of_way[0]['usual_step'] * 1e3:.1f}",
-            ]
-        )
-    header = [
-        "switch", "KV + weights, MB", "memcpy GB/s", "floor ms", "stall ms", "stall / floor",
-        f"bar ms ({BARS['floors']} floors + {BARS['fixed_ms']})", "fixed ms",
-        f"bar of caches, ms (bytes + {BARS['caches_ms']})", "caches ms", "empty ms",
-        f"first step / usual (bar {BARS['first_step_ratio']:.0f})", "usual step ms",
-    ]  # fmt: skip
-    return table(header, rows)
+    for case, of_case in cases.items():
+        for name, group in groupby(sorted(of_case, key=itemgetter("way")), itemgetter("way")):
+            _, *of_way = group  # the first is a warm-up
+            kv = statistics.median(switch["kv_bytes"] for switch in of_way)
+            weights = of_way[0]["weight_bytes"]
+            floor = (kv + weights) / memcpy
+            bar = BARS["floors"] * floor * 1e3 + BARS["fixed_ms"]
+            bar += BARS["caches_ms"] * CASES[case][1]
+            first = [s["first_step"] / s["usual_step"] for s in of_way if s["first_step"]]
+            rows.append(
+                [
+                    case,
+                    name,
+                    f"{kv / 1e6:.0f} + {weights / 1e6:.0f}",
+                    f"{floor * 1e3:.1f}",
+                    Summary.of([s["seconds"] - s["quiesce"] for s in of_way]).show(1e3),
+                    f"{bar:.0f}",
+                    *(f"{statistics.median(s[part] for s in of_way) * 1e3:.2f}" for part in PARTS),
+                    Summary.of(first).show(1, 2) if first else "-",
+                ]
+            )
+    head = ["case", "switch", "KV + weights, MB", "floor", "stall", "bar", *PARTS, "first step"]
+    return table(head, rows)
 
 
 if __name__ == "__main__":

@@ -1,68 +1,45 @@
-"""`python -m benchmarks.bench`: real engines, static and adaptive, on the same batches."""
+"""`python -m benchmarks.bench`: the command line."""
 
 from __future__ import annotations
 
+import argparse
+import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
 
-import typer
+from benchmarks.bench.engines import BenchSettings, measure
+from benchmarks.bench.report import markdown
+from benchmarks.bench.workloads import WORKLOADS
+from benchmarks.common import checkpoint
+from benchmarks.engine_process import EngineFailed
+from benchmarks.record import RESULTS, machine, write_results
 
-from benchmarks.record import RESULTS
 
-app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
-
-
-@app.command()
-def main(
-    model: Annotated[
-        Path | None, typer.Option(help="Checkpoint to use instead of a random model.")
-    ] = None,
-    models_dir: Annotated[
-        Path, typer.Option(help="Where the random model (0.7 GB) is made once and kept.")
-    ] = Path(".models"),
-    ranks: Annotated[int, typer.Option(min=2, help="Worker processes of each engine.")] = 2,
-    repeats: Annotated[int, typer.Option(min=1, help="Batches of each workload.")] = 5,
-    workloads: Annotated[
-        str | None,
-        typer.Option(
-            help="Comma-separated; all by default: lognormal, two_mode, uniform_short, "
-            "uniform_long, straggler, staggered, shift."
-        ),
-    ] = None,
-    lengths: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="A file of earlier rollouts' lengths, as `pat-vllm advise` takes it, in place of "
-            "a named workload. May be repeated."
-        ),
-    ] = None,
-    requests: Annotated[int, typer.Option(min=2, help="Of a batch with --lengths.")] = 96,
-    scale: Annotated[str, typer.Option(help="Size of the batches: full, half or tiny.")] = "full",
-    seed: Annotated[int, typer.Option(min=0, help="Of prompts and lengths.")] = 0,
-    output_dir: Annotated[Path, typer.Option(help="Where to write.")] = RESULTS,
-    picture: Annotated[Path | None, typer.Option(help="PNG to write besides.")] = None,
-) -> None:
-    """Serve the same batches with static and adaptive engines in turns."""
-    from benchmarks.bench.engines import BenchSettings
-    from benchmarks.bench.run import bench
-    from benchmarks.bench.workloads import SCALES, choose, from_lengths
-    from benchmarks.engine_process import EngineFailed
-    from pat_vllm.cli.demo_batch import demo_model
-
+def main(arguments: Sequence[str]) -> None:
+    """Serve the same batches with static and adaptive engines in turns, and write what came."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.bench", description=__doc__)
+    parser.add_argument("--model", default="qwen3-170m", help="or a checkpoint's folder")
+    parser.add_argument("--ranks", type=int, default=2, help="of each engine")
+    parser.add_argument("--repeats", type=int, default=5, help="batches of each workload")
+    parser.add_argument("--workloads", nargs="+", choices=[*WORKLOADS], default=[*WORKLOADS])
+    parser.add_argument("--scale", type=float, default=1.0, help="factor on requests and lengths")
+    parser.add_argument("--seed", type=int, default=0, help="of prompts and lengths")
+    parser.add_argument("--output-dir", type=Path, default=RESULTS)
+    given = parser.parse_args(arguments)
+    workloads = tuple(WORKLOADS[name] for name in given.workloads)
+    settings = BenchSettings(
+        checkpoint(given.model), given.ranks, workloads, given.repeats, given.scale, given.seed
+    )
+    facts = machine()
     try:
-        if scale not in SCALES:
-            raise ValueError(f"--scale is {scale!r}; allowed are {', '.join(SCALES)}")
-        chosen = () if workloads is None and lengths else choose(workloads)
-        chosen += tuple(from_lengths(path, requests) for path in lengths or ())
-        checkpoint = (demo_model(models_dir) if model is None else model).resolve()
-        settings = BenchSettings(checkpoint, ranks, chosen, repeats, scale, seed)
-        bench(settings, output_dir, picture)
-    except (OSError, ValueError) as error:
-        raise typer.BadParameter(str(error)) from error
+        measured = measure(settings)
+    except ValueError as error:
+        parser.error(str(error))
     except EngineFailed as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(1) from error
+        sys.exit(str(error))
+    body = {"workloads": given.workloads, "measured": measured}
+    write_results("bench", facts, body, markdown(settings, measured), given.output_dir)
 
 
 if __name__ == "__main__":
-    app(prog_name="python -m benchmarks.bench")
+    main(sys.argv[1:])

@@ -1,87 +1,113 @@
-"""One batch on one side, and how far the predictions in it were off. Pure."""
+"""A batch on one side: served in an engine's process, and cut out of its report."""
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from benchmarks.batch import Request, serve_batch
 from pat_vllm.layout import Layout
-from pat_vllm.reporting import DecisionReport, PredictorReport, SwitchReport
+from pat_vllm.reporting import PredictorReport, Report
+from pat_vllm.simulator.traces import LengthTrace
 
 PAT = "PAT"
 """Name of the adaptive side."""
 
+_SPECIAL_TOKENS = 3
+"""Ids below are no text in the random models."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """A served batch: seconds on the monotonic clock, tokens by request, the engine's report."""
+
+    began: float
+    ended: tuple[float, ...]
+    tokens: tuple[int, ...]
+    report: Report
+
 
 @dataclass(frozen=True)
 class Run:
-    """One batch on one side. Times in seconds, from the first submit on.
+    """One batch on one side.
 
     Attributes:
         side: a static layout's name, or `PAT`.
         repeat: 0 is the first batch of a fresh engine.
-        seconds: until the last output.
-        response: mean over requests, from arrival to last token.
-        live: (at, live requests from then on).
-        spans: (layout, start, end), one after the other.
-        switches: while requests were running or expected, so that one may be a way back between
-            them; `at` is absolute, as in `decisions`.
-        began: on the machine's monotonic clock.
-        steps: by layout: steps, and their mean seconds.
+        seconds: from the first submit to the last output.
+        switches: that carried requests.
+        stalled: seconds in which nothing ran for a switch.
+        planning: seconds in which the policy planned.
         step_error: by layout: predicted steps, and their mean absolute relative error.
-        plans, planning: how often the policy planned, and seconds in all.
     """
 
     side: str
     workload: str
     repeat: int
-    began: float
     seconds: float
     tokens: int
-    response: float
-    live: tuple[tuple[float, int], ...]
-    spans: tuple[tuple[Layout, float, float], ...]
-    switches: tuple[SwitchReport, ...]
-    decisions: tuple[DecisionReport, ...]
-    steps: Mapping[Layout, tuple[int, float]]
-    step_error: Mapping[Layout, tuple[int, float]]
-    plans: int
+    switches: int
+    stalled: float
     planning: float
-
-    @property
-    def switched(self) -> int:
-        """Switches that carried requests."""
-        return sum(switch.reason != "idle" for switch in self.switches)
+    step_error: Mapping[str, tuple[int, float]]
 
 
-def prediction_error(runs: Sequence[Run]) -> dict[str, Any]:
-    """How far predictions of the PAT runs of a workload were off.
+def serve(llm: Any, requests: Sequence[Request], name: str) -> Served:
+    """Serve requests as they arrive, neither less nor more tokens than each wants."""
+    from pat_vllm.api import report
 
-    Returns:
-        Mean absolute relative errors, None without any: `steps` of decode steps, each predicted
-        before it was learnt from, by layout's name; `before`, `after` of the step time before and
-        after a switch, when it was decided; `cost` of the switches' summed seconds, steps in flight
-        that they wait for included. And `true`: the share of the decided switches after which steps
-        became faster or slower as predicted.
+    began, ended, tokens = serve_batch(llm, requests, name)
+    return Served(began, tuple(ended), tuple(tokens), report(llm))
+
+
+def requests_of(trace: LengthTrace, vocab: int, seed: int) -> tuple[Request, ...]:
+    """Random prompts of a trace's sizes; requests of a group have the same."""
+
+    def prompt(group: int, tokens: int) -> tuple[int, ...]:
+        random = np.random.default_rng((seed, group))
+        return tuple(int(token) for token in random.integers(_SPECIAL_TOKENS, vocab, size=tokens))
+
+    return tuple(
+        Request(prompt(group, tokens), length, arrival)
+        for group, tokens, length, arrival in zip(
+            trace.groups, trace.num_prompt_tokens, trace.lengths, trace.arrivals, strict=True
+        )
+    )
+
+
+def run_of(side: str, workload: str, repeat: int, served: Served, before: Report | None) -> Run:
+    """What a batch was, cut out of the engine's history.
+
+    Args:
+        before: the engine's report after its last batch.
     """
-    sums: dict[str, tuple[int, float]] = {}
-    for run in runs:
-        for layout, (count, mean) in run.step_error.items():
-            n, total = sums.get(str(layout), (0, 0.0))
-            sums[str(layout)] = (n + count, total + count * mean)
-    fired = [d for run in runs for d in run.decisions if d.fired]
-    switches = [s for run in runs for s in run.switches if s.reason == "policy"]
+    began, ended = served.began, max(served.ended)
+    switches = [s for s in served.report.switches if began <= s.at <= ended and s.reason != "idle"]
+    now, past = served.report.predictor, before.predictor if before else PredictorReport()
+    return Run(
+        side=side,
+        workload=workload,
+        repeat=repeat,
+        seconds=ended - began,
+        tokens=sum(served.tokens),
+        switches=len(switches),
+        stalled=sum(switch.seconds - switch.quiesce for switch in switches),
+        planning=now.planning - past.planning,
+        step_error=_since(now.step_error, past.step_error),
+    )
 
-    def error(pairs: Sequence[tuple[float, float | None]]) -> float | None:
-        errors = [abs(predicted / real - 1) for predicted, real in pairs if real]
-        return statistics.mean(errors) if errors else None
 
-    return {
-        "steps": {name: total / n for name, (n, total) in sorted(sums.items()) if n},
-        "before": error([(d.step_before, d.real_before) for d in fired]),
-        "after": error([(d.step_after, d.real_after) for d in fired]),
-        # Single waits for steps in flight are a matter of luck: the sums are compared.
-        "cost": error([(sum(d.cost for d in fired), sum(s.seconds for s in switches))]),
-        "true": PredictorReport(tuple(fired)).share_come_true,
-    }
+def _since(
+    now: Mapping[Layout, tuple[int, float]], before: Mapping[Layout, tuple[int, float]]
+) -> dict[str, tuple[int, float]]:
+    """Counts and means since then, from cumulative ones."""
+    since = {}
+    for layout, (count, mean) in now.items():
+        earlier, earlier_mean = before.get(layout, (0, 0.0))
+        if count > earlier:
+            mean = (count * mean - earlier * earlier_mean) / (count - earlier)
+            since[str(layout)] = (count - earlier, mean)
+    return since

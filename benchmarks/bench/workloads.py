@@ -10,11 +10,9 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 
-from pat_vllm.advice.lengths import read_rollouts
 from pat_vllm.simulator import shapes
 from pat_vllm.simulator.traces import LengthTrace
 
@@ -26,9 +24,6 @@ PROMPT_TOKENS = (8, 32)
 # Shape of DeepScaleR's lengths, as `shapes.deepscaler` has it, in units of max_tokens.
 _MEDIAN = 1443 / 24576
 _SIGMA = 1.406
-
-SCALES: Mapping[str, float] = {"full": 1.0, "half": 0.5, "tiny": 0.125}
-"""Factor on requests and lengths by the name of a scale."""
 
 
 @dataclass(frozen=True)
@@ -144,42 +139,3 @@ WORKLOADS: Mapping[str, Workload] = {
         ),
     )
 }
-
-
-def from_lengths(path: Path, requests: int) -> Workload:
-    """Batches of responses with lengths drawn from a file of earlier rollouts, as
-    `pat-vllm advise` draws them.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: it holds no lengths, or one above `MAX_TOKENS`.
-    """
-    earlier = read_rollouts(path)
-    if max(earlier.lengths) > MAX_TOKENS:
-        raise ValueError(
-            f"--lengths {path} has a response of {max(earlier.lengths)} tokens; allowed are "
-            f"at most {MAX_TOKENS}"
-        )
-
-    def make(repeat: int, scale: float, seed: int) -> LengthTrace:
-        batch = earlier.draw(_count(requests, scale), MAX_TOKENS, seed)
-        return replace(batch, lengths=tuple(max(1, round(n * scale)) for n in batch.lengths))
-
-    return Workload(earlier.name, f"{requests} requests, lengths drawn from {path.name}", make)
-
-
-def choose(names: str | None) -> tuple[Workload, ...]:
-    """Workloads by comma-separated names; all for None.
-
-    Raises:
-        ValueError: a name is unknown.
-    """
-    if names is None:
-        return tuple(WORKLOADS.values())
-    chosen = [name.strip() for name in names.split(",") if name.strip()]
-    for name in chosen:
-        if name not in WORKLOADS:
-            raise ValueError(f"workload {name!r} is unknown; allowed are {', '.join(WORKLOADS)}")
-    if not chosen:
-        raise ValueError(f"no workload is named; allowed are {', '.join(WORKLOADS)}")
-    return tuple(WORKLOADS[name] for name in dict.fromkeys(chosen))

@@ -56,17 +56,3 @@ def trend(name: str, samples: Sequence[float], allowance: float = 0.0) -> Trend:
         statistics.median(last),
         max(allowance * median, high - low),
     )
-
-
-def trends(
-    samples: Sequence[dict[str, float]], memory_allowance: float = MEMORY_ALLOWANCE
-) -> list[Trend]:
-    """The trend of every quantity, of which memory (in MiB) has an allowance."""
-    return [
-        trend(
-            name,
-            [sample[name] for sample in samples],
-            memory_allowance if name.endswith("MiB") else 0.0,
-        )
-        for name in samples[0]
-    ]

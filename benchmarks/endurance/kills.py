@@ -6,8 +6,7 @@ For each kill an engine is started, which speculates, and is given a batch. A wo
 SIGKILL) in the middle of the batch, in a part of a switch, while it verifies drafts, or in a storm
 of calls that several callers make at once. Each who waits must hear of it within 30 s, by an error
 that says that the engine failed. Processes and shared memory that the engine had must be gone. Exit
-status 1 if they are not. Sockets and temporary files are counted: ZeroMQ leaves some of stock
-vLLM's in any case.
+status 1 if they are not.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ import typer
 from benchmarks.common import ENVIRONMENT
 from benchmarks.endurance import callers, sabotage
 from benchmarks.endurance import storm as storms
-from benchmarks.endurance.processes import SHARED_MEMORY, engine_processes, names_held
+from benchmarks.endurance.processes import engine_processes, left_in_memory, names_held
 from benchmarks.record import Summary, machine, table, write_results
 
 ERROR_WITHIN = 30.0
@@ -91,6 +90,11 @@ class Kill:
             return cls(moment, rank, tp, delay=delay, callers=called, seed=seed, stops=stops)
         return cls(moment, rank, tp, delay=rng.uniform(0, 1.5))
 
+    @property
+    def name(self) -> str:
+        """When, in words."""
+        return f"{self.moment} {self.part}".strip() + (", stopped only" if self.stops else "")
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -101,7 +105,6 @@ class Outcome:
         noticed: seconds from the death to the last error; NaN if no worker died.
         gone: seconds from the death to the end of the last process.
         left: processes and shared memory that are there afterwards.
-        files: number of sockets and temporary files that are there afterwards.
     """
 
     kill: Kill
@@ -109,7 +112,6 @@ class Outcome:
     noticed: float
     gone: float
     left: list[str]
-    files: int
 
     @property
     def fine(self) -> bool:
@@ -123,37 +125,30 @@ class Outcome:
         return all(re.search(r"EngineDeadError|[Ff]ailed|died", error) for error in errors)
 
 
-def kill_one(kill: Kill, ranks: int = 2, from_server: bool = True) -> Outcome:
-    """Start an engine, kill a worker of it, and see what comes of it.
-
-    Args:
-        from_server: see `tests.support.engines.engine`.
-    """
+def kill_one(kill: Kill, ranks: int = 2) -> Outcome:
+    """Start an engine, kill a worker of it, and see what comes of it."""
     before = psutil.Process().children(recursive=True)
     held_before = names_held([psutil.Process()])
     with tempfile.TemporaryDirectory() as scratch:
         note = Path(scratch) / "died"
         timeout = {"VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": str(STEP_TIMES_OUT_AFTER)}
         environment = mock.patch.dict(os.environ, timeout if kill.stops else {})
-        with environment, _engine(kill, ranks, from_server) as llm:
+        with environment, _engine(kill, ranks) as llm:
             processes = engine_processes(before)
             spawned = processes["engine core"] + processes["workers"]
             held = names_held([psutil.Process(), *spawned]) - held_before
-            held = {path for path in held if Path(scratch) not in path.parents}
             with _ended_after(_GIVE_UP, processes["engine core"]):
                 heard = _run_until_it_fails(llm, kill, ranks, note)
             died = float(note.read_text()) if note.exists() else math.nan
             _, alive = psutil.wait_procs(spawned, timeout=_GONE_WITHIN)
             gone = time.monotonic()
-    there = [path for path in sorted(held) if path.exists()]
-    shared = [str(path) for path in there if path.parent == SHARED_MEMORY]
-    left = [f"process {process.pid}" for process in alive] + shared
+    left = [f"process {process.pid}" for process in alive] + left_in_memory(held)
     errors = {name: caller.error for name, caller in heard.items()}
     last = max(caller.time for caller in heard.values())
-    return Outcome(kill, errors, last - died, gone - died, left, len(there) - len(shared))
+    return Outcome(kill, errors, last - died, gone - died, left)
 
 
-def _engine(kill: Kill, ranks: int, from_server: bool) -> contextlib.AbstractContextManager[Any]:
+def _engine(kill: Kill, ranks: int) -> contextlib.AbstractContextManager[Any]:
     from tests.support.engines import OPTIONS, engine
     from tests.support.fork_server import start_from_server
     from tests.support.models import random_model
@@ -165,10 +160,9 @@ def _engine(kill: Kill, ranks: int, from_server: bool) -> contextlib.AbstractCon
             ranks,
             pat,
             in_process=False,
-            from_server=from_server,
             speculative_config=storms.SPECULATIVE,
         )
-    start_from_server(from_server)
+    start_from_server(True)
     static = {"policy": {"kind": "static", "tp": kill.tp}}
     options = OPTIONS | {"speculative_config": dict(storms.SPECULATIVE)}
     return callers.asynchronous(str(random_model(storms.MODEL)), ranks, pat | static, **options)
@@ -242,53 +236,34 @@ def _text(outcomes: Sequence[Outcome], ranks: int) -> str:
         f"A worker of {ranks} killed by SIGKILL, each time in a new engine that speculates "
         "(n-gram, up to 4 drafts), a tiny random model. `error`: from the death to the last "
         "caller's error; `gone`: to the end of the last process. Median (low-high), s. `left`: "
-        "processes and shared memory. `files`: sockets and temporary files that are left, of one "
-        "engine; ZeroMQ leaves some of stock vLLM's, too.\n\n"
+        "processes and shared memory.\n\n"
     )
-    rows = []
-    for moment in dict.fromkeys(_moment(outcome.kill) for outcome in outcomes):
-        of_moment = [outcome for outcome in outcomes if _moment(outcome.kill) == moment]
-        rows.append(
-            [
-                moment,
-                len(of_moment),
-                sum(outcome.clear and outcome.noticed <= ERROR_WITHIN for outcome in of_moment),
-                Summary.of([outcome.noticed for outcome in of_moment]).show(),
-                Summary.of([outcome.gone for outcome in of_moment]).show(),
-                sum(len(outcome.left) for outcome in of_moment) or "nothing",
-                _range([outcome.files for outcome in of_moment]),
-            ]
-        )
-    header = ["killed in", "kills", f"clear error within {ERROR_WITHIN:.0f} s", "error", "gone"]
-    text += table([*header, "left", "files"], rows)
+    by_moment: dict[str, list[Outcome]] = {}
+    for outcome in outcomes:
+        by_moment.setdefault(outcome.kill.name, []).append(outcome)
+    rows = [
+        [
+            name,
+            len(of_moment),
+            sum(outcome.clear and outcome.noticed <= ERROR_WITHIN for outcome in of_moment),
+            Summary.of([outcome.noticed for outcome in of_moment]).show(),
+            Summary.of([outcome.gone for outcome in of_moment]).show(),
+            sum(len(outcome.left) for outcome in of_moment) or "nothing",
+        ]
+        for name, of_moment in sorted(by_moment.items())
+    ]
+    clear = f"clear error within {ERROR_WITHIN:.0f} s"
+    text += table(["killed in", "kills", clear, "error", "gone", "left"], rows)
     for outcome in outcomes:
         if not outcome.fine:
             text += f"\n* {outcome.kill}: {outcome.errors}; left {outcome.left or 'nothing'}\n"
     return text
 
 
-def _moment(kill: Kill) -> str:
-    return {
-        "batch": "a batch",
-        "switch": f"a switch: {kill.part}",
-        "verification": "a verification of drafts",
-        "storm": "a storm of calls",
-        "asynchronous storm": "a storm of calls, asynchronous",
-    }[kill.moment] + (", stopped only" if kill.stops else "")
-
-
-def _range(values: Sequence[int]) -> str:
-    low, high = min(values), max(values)
-    return str(low) if low == high else f"{low}-{high}"
-
-
 def run(
     kills: Annotated[int, typer.Option(min=1, help="Each in an engine of its own.")] = 50,
     ranks: Annotated[int, typer.Option(min=2, help="Of an engine.")] = 2,
     seed: Annotated[int, typer.Option(min=0, help="Of the moments.")] = 0,
-    as_for_users: Annotated[
-        bool, typer.Option(help="Start processes as for users, not from a server that has imports.")
-    ] = False,
 ) -> None:
     """Kill workers, and see whether the front end is told, and whether something is left."""
     os.environ.update(ENVIRONMENT | storms.ENVIRONMENT)
@@ -298,15 +273,9 @@ def run(
     outcomes = []
     for i, moment in enumerate(itertools.islice(itertools.cycle(_TURNS), kills)):
         kill = Kill.draw(moment, ranks, rng, next(parts) if moment == "switch" else "")
-        outcome = kill_one(kill, ranks, from_server=not as_for_users)
+        outcome = kill_one(kill, ranks)
         outcomes.append(outcome)
         print(f"{i + 1}/{kills}", "fine" if outcome.fine else "NOT FINE", outcome, flush=True)
-    outcomes.sort(
-        key=lambda outcome: (
-            outcome.kill.moment,
-            sabotage.PARTS.index(outcome.kill.part or "begin"),
-        )
-    )
     body = {"ranks": ranks, "seed": seed, "kills": [asdict(outcome) for outcome in outcomes]}
     write_results("kills", facts, body, _text(outcomes, ranks))
     raise typer.Exit(not all(outcome.fine for outcome in outcomes))

@@ -84,3 +84,8 @@ def names_held(processes: Iterable[psutil.Process]) -> set[Path]:
     held = {Path(name) for name in names}
     met = {match[0] for path in held if (match := re.match(r"vllm_dist_\w+", path.name))}
     return {path for path in held | {Path(temporary + name) for name in met} if path.exists()}
+
+
+def left_in_memory(held: Iterable[Path]) -> list[str]:
+    """Shared memory, of what an engine held, that is still there."""
+    return [str(path) for path in sorted(held) if path.parent == SHARED_MEMORY and path.exists()]

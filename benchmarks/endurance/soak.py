@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import os
 import random
-import statistics
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
@@ -26,13 +26,10 @@ import typer
 
 from benchmarks.common import ENVIRONMENT
 from benchmarks.endurance import storm as storms
-from benchmarks.endurance.growth import MEMORY_ALLOWANCE, Trend, trends
-from benchmarks.endurance.processes import SHARED_MEMORY, engine_processes, names_held, sample
+from benchmarks.endurance.growth import MEMORY_ALLOWANCE, Trend, trend
+from benchmarks.endurance.processes import engine_processes, left_in_memory, names_held, sample
 from benchmarks.endurance.storm import Storm
 from benchmarks.record import machine, table, write_results
-
-POINTS = 30
-"""Of each quantity's course that the file keeps: medians."""
 
 
 @dataclass(frozen=True)
@@ -42,38 +39,19 @@ class Soaked:
     Attributes:
         minutes: of the storm.
         counts: what happened.
-        courses: quantity -> its medians over time, at most `POINTS`.
         left: shared memory and processes that are still there after the engine's end.
     """
 
     name: str
     minutes: float
-    counts: dict[str, int]
+    counts: Counter[str]
     trends: list[Trend]
-    courses: dict[str, list[float]]
     left: list[str]
 
     @property
     def fine(self) -> bool:
         """Whether nothing has grown, and nothing is left."""
         return not self.left and not any(trend.grown for trend in self.trends)
-
-
-def soak(
-    storm: Storm,
-    processes: dict[str, list[psutil.Process]],
-    seconds: float,
-    interval: float,
-) -> list[dict[str, float]]:
-    """Run batches for so long, and at least nine samples; they are `interval` seconds apart."""
-    begun = due = time.monotonic()
-    samples: list[dict[str, float]] = []
-    while time.monotonic() - begun < seconds or len(samples) < 9:
-        storm.run_batch()
-        if time.monotonic() >= due:
-            samples.append(sample(processes))
-            due += interval
-    return samples
 
 
 def soak_engine(
@@ -87,6 +65,8 @@ def soak_engine(
     """Start an engine, have it work for so long, and end it.
 
     Args:
+        seconds: of work; it goes on until there are nine samples.
+        interval: seconds between samples, which are taken after a batch.
         from_server: see `tests.support.engines.engine`.
         allowance: share of its memory that an engine may grow by.
     """
@@ -101,27 +81,31 @@ def soak_engine(
         sizes = [tp for tp in (1, 2, 4, 8) if ranks % tp == 0]
         storm = Storm(llm, random.Random(ranks), sizes, speculates)
         processes = engine_processes(before)
-        begun = time.monotonic()
-        samples = soak(storm, processes, seconds, interval)
+        begun = due = time.monotonic()
+        samples: list[dict[str, float]] = []
+        while time.monotonic() - begun < seconds or len(samples) < 9:
+            storm.run_batch()
+            if time.monotonic() >= due:
+                samples.append(sample(processes))
+                due += interval
         minutes = (time.monotonic() - begun) / 60
         held = names_held(chain(*processes.values())) - held_before
     _, alive = psutil.wait_procs(processes["engine core"] + processes["workers"], timeout=60)
-    left = [str(path) for path in sorted(held) if path.parent == SHARED_MEMORY and path.exists()]
-    left += [f"process {process.pid}" for process in alive]
+    left = [f"process {process.pid}" for process in alive] + left_in_memory(held)
     return Soaked(
         "with drafts" if speculates else "without drafts",
         minutes,
-        storm.counts(),
-        trends(samples, allowance),
-        {name: _course([values[name] for values in samples]) for name in samples[0]},
+        storm.counts,
+        [
+            trend(
+                name,
+                [sample[name] for sample in samples],
+                allowance if name.endswith("MiB") else 0.0,
+            )
+            for name in samples[0]
+        ],
         left,
     )
-
-
-def _course(values: Sequence[float]) -> list[float]:
-    size = -(-len(values) // POINTS)
-    parts = [values[i : i + size] for i in range(0, len(values), size)]
-    return [round(statistics.median(part), 1) for part in parts]
 
 
 def _text(engines: Sequence[Soaked], ranks: int) -> str:
@@ -131,28 +115,26 @@ def _text(engines: Sequence[Soaked], ranks: int) -> str:
         "of the middle third; `allowed`: the spread of the middle third between its quartiles, for "
         f"memory {MEMORY_ALLOWANCE:.0%} if that is more. The first third is the warm-up.\n\n"
     )
-    happened = [
-        [engine.name, f"{engine.minutes:.1f}", *engine.counts.values()] for engine in engines
-    ]
-    text += table(["engine", "minutes", *engines[0].counts], happened) + "\n"
+    for engine in engines:
+        happened = ", ".join(f"{count} {what}" for what, count in engine.counts.items())
+        left = ", ".join(engine.left) or "nothing"
+        text += (
+            f"{engine.name}: {engine.minutes:.1f} minutes, {happened}. Left at the end: {left}.\n\n"
+        )
     rows = [
         [
             engine.name,
-            trend.name,
-            f"{trend.first:.1f}",
-            f"{trend.middle:.1f}",
-            f"{trend.last - trend.middle:+.1f}",
-            f"{trend.allowed:.1f}",
-            "**grown**" if trend.grown else "no growth",
+            grew.name,
+            *(f"{value:.1f}" for value in (grew.first, grew.middle)),
+            f"{grew.last - grew.middle:+.1f}",
+            f"{grew.allowed:.1f}",
+            "**grown**" if grew.grown else "no growth",
         ]
         for engine in engines
-        for trend in engine.trends
+        for grew in engine.trends
     ]
     header = ["engine", "quantity", "warm-up", "middle third", "grew", "allowed", ""]
-    text += table(header, rows) + "\n"
-    for engine in engines:
-        text += f"Left after the end, {engine.name}: {', '.join(engine.left) or 'nothing'}.\n"
-    return text
+    return text + table(header, rows)
 
 
 def run(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,17 +43,14 @@ class Storm:
         llm: with PAT and, if it speculates, `SPECULATIVE`.
         sizes: tp of the layouts to switch between.
         speculates: whether to change the draft length, too.
+        counts: what happened so far.
     """
 
     llm: Any
     rng: random.Random
     sizes: Sequence[int]
     speculates: bool
-    batches: int = 0
-    requests: int = 0
-    aborted: int = 0
-    switches: int = 0
-    lengths_set: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
     _unfinished: list[str] = field(default_factory=list)
 
     def run_batch(self) -> None:
@@ -69,14 +67,15 @@ class Storm:
                 waiting -= 1
             self._disturb()
             if engine.has_unfinished_requests():
-                self._take(engine.step())
-        self.batches += 1
+                ended = {output.request_id for output in engine.step() if output.finished}
+                self._unfinished = [name for name in self._unfinished if name not in ended]
+        self.counts["batches"] += 1
 
     def _add(self) -> None:
         from vllm import SamplingParams
 
-        self.requests += 1
-        name = f"storm-{self.requests}"
+        self.counts["requests"] += 1
+        name = f"storm-{self.counts['requests']}"
         start, length = self.rng.randrange(16), self.rng.randint(4, 120)
         self.llm.llm_engine.add_request(
             name,
@@ -95,23 +94,9 @@ class Storm:
         if self._unfinished and self.rng.random() < 0.03:
             name = self._unfinished.pop(self.rng.randrange(len(self._unfinished)))
             self.llm.llm_engine.abort_request([name])
-            self.aborted += 1
+            self.counts["given up"] += 1
         if self.rng.random() < 0.2:
-            self.switches += pat_vllm.switch(self.llm, tp=self.rng.choice(self.sizes))
+            self.counts["switches"] += pat_vllm.switch(self.llm, tp=self.rng.choice(self.sizes))
         if self.speculates and self.rng.random() < 0.1:
             pat_vllm.speculate(self.llm, self.rng.choice(DRAFT_LENGTHS))
-            self.lengths_set += 1
-
-    def _take(self, outputs: Sequence[Any]) -> None:
-        ended = {output.request_id for output in outputs if output.finished}
-        self._unfinished = [name for name in self._unfinished if name not in ended]
-
-    def counts(self) -> dict[str, int]:
-        """What happened so far."""
-        return {
-            "batches": self.batches,
-            "requests": self.requests,
-            "given up": self.aborted,
-            "switches": self.switches,
-            "changes of the draft length": self.lengths_set,
-        }
+            self.counts["changes of the draft length"] += 1
