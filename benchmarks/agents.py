@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.common import Engine, model
+from benchmarks.common import Engine, checkpoint
 from benchmarks.paired import turns
 from benchmarks.record import Summary, machine, table, write_results
 
@@ -141,7 +141,7 @@ def main() -> None:
     parser.add_argument("--block-size", type=int, default=32)
     args = parser.parse_args()
     options = dict(
-        model=model(args.model),
+        model=str(checkpoint(args.model)),
         skip_tokenizer_init=True,
         dtype="float32",
         tensor_parallel_size=2,

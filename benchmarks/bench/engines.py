@@ -21,7 +21,6 @@ from benchmarks.paired import turns
 from pat_vllm.config import PATConfig
 from pat_vllm.doctor.child import environment
 from pat_vllm.layout import Layout
-from pat_vllm.profile import Profile
 from pat_vllm.profiling.cache import CACHE_DIR
 from pat_vllm.reporting import Report
 from pat_vllm.simulator.traces import LengthTrace

@@ -20,10 +20,7 @@ from benchmarks.record import RESULTS
 
 Part = Callable[[Stopwatch, Scale, float], dict[str, Any]]
 
-PARTS: dict[str, Part] = {
-    "reshard": reshard.measure,
-    "kv": kv_blocks.measure,
-}
+PARTS: dict[str, Part] = {"reshard": reshard.measure, "kv": kv_blocks.measure}
 """What can be measured, beside the ceilings, which all of them refer to."""
 
 
@@ -59,7 +56,8 @@ def main(arguments: Sequence[str]) -> Path:
         on_cpu = device.type == "cpu"
         parts["engines"] = partial(engines.measure, given.engines, given.shape, on_cpu)
     for part, measure in parts.items():
-        _give_back()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
         results[part] = measure()
         results["machine"]["seconds"] = round(time.perf_counter() - begun, 1)
         print(f"{part}: done after {results['machine']['seconds']} s", flush=True)
@@ -67,11 +65,6 @@ def main(arguments: Sequence[str]) -> Path:
         stem.with_suffix(".md").write_text(report.markdown(results))
     print(report.markdown(results))
     return stem.with_suffix(".json")
-
-
-def _give_back() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.shapes import Scale
-from benchmarks.gpu.timing import Stopwatch, milliseconds
+from benchmarks.gpu.timing import Stopwatch
 from pat_vllm.kernels.swap import RowSwap, prepare
 
 _LARGE = 256 << 20
@@ -20,48 +20,40 @@ def measure(stopwatch: Stopwatch, scale: Scale) -> dict[str, Any]:
 
     Returns:
         `copy_bytes_per_second`: the copy ceiling, bytes read plus bytes written per second, the
-        best of the largest copies; `swap_bytes_per_second`: likewise of swaps of two
-        halves of a tensor; `rows`, one for each size; `gpus`, the rate of torch's largest copy on
-        each GPU.
+        best of the largest copies; `tables`: one, with a row for each size.
 
     Raises:
         AssertionError: what was swapped is wrong.
     """
-    sizes = scale.copies
     rows = []
-    for size in sizes:
+    for size in scale.copies:
         source = random_like(torch.empty(size // 8, dtype=torch.int64, device=stopwatch.device))
         target = torch.empty_like(source)
-        row: dict[str, Any] = {"bytes": size}
-        timing = stopwatch.measure(partial(target.copy_, source))
-        row["copy_bytes_per_second"] = 2 * size / timing.median
-        row["copy"] = milliseconds(timing)
+        copied = stopwatch.measure(partial(target.copy_, source))
         half = len(source) // 2
         swap = prepare([[RowSwap(source, 0, half, half)]])
-        timing = stopwatch.measure(swap.run)
+        swapped = stopwatch.measure(swap.run)
         # A warm-up and the repeats: the halves have traded places that often.
-        for _ in range((timing.repeats + 1) % 2):
+        for _ in range((swapped.repeats + 1) % 2):
             swap.run()
         assert torch.equal(source, target), "the halves did not come back"
-        row["swap_bytes_per_second"] = 2 * swap.num_bytes / timing.median
-        row["swap"] = milliseconds(timing)
-        rows.append(row)
-    gpus = torch.cuda.device_count() if stopwatch.device.type == "cuda" else 0
-    large = [row for row in rows if row["bytes"] >= min(_LARGE, sizes[-1])]
+        rows.append(
+            {
+                "MiB": size / 2**20,
+                "copy GB/s": 2 * size / copied.median / 1e9,
+                "swap GB/s": 2 * swap.num_bytes / swapped.median / 1e9,
+            }
+        )
+    large = rows if scale.copies[-1] < _LARGE else [r for r in rows if r["MiB"] >= _LARGE / 2**20]
+    copy = max(row["copy GB/s"] for row in large)
     return {
-        "copy_bytes_per_second": max(row["copy_bytes_per_second"] for row in large),
-        "swap_bytes_per_second": max(row["swap_bytes_per_second"] for row in large),
-        "rows": rows,
-        "gpus": [_copy_rate(gpu, scale) for gpu in range(gpus)],
+        "copy_bytes_per_second": copy * 1e9,
+        "about": (
+            f"Copies at {copy:,.0f} GB/s, bytes read plus bytes written, the best of the large "
+            "ones. Shares below are of that."
+        ),
+        "tables": [rows],
     }
-
-
-def _copy_rate(gpu: int, scale: Scale) -> float:
-    size = scale.copies[-1]
-    with torch.cuda.device(gpu):
-        stopwatch = Stopwatch(torch.device("cuda", gpu), scale.repeats)
-        source, target = (torch.empty(size, dtype=torch.uint8, device=gpu) for _ in range(2))
-        return 2 * size / stopwatch.measure(lambda: target.copy_(source)).median
 
 
 def random_like(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -74,36 +74,47 @@ def measure(ranks: int, shape: str, on_cpu: bool) -> dict[str, Any]:
         ours["additional_config"] = {"pat": pat}
         with_pat = _measured({**engine, **ours}, texts, on_cpu)
     return {
-        "shape": shape,
-        "memory_of": "of a process" if on_cpu else "in use of a GPU",
-        "steps": [*_beside_stock(with_pat["steps"], stock)],
-        "memory": [*_memory(with_pat, stock)],
+        "about": (
+            f"Random model {shape}. Milliseconds between two tokens of a request, timed in the "
+            "front end: one alone, or several in each replica. Stock vLLM has the layout's tp, and "
+            "one replica. Then MiB of the rank with most; memory is that "
+            f"{'of a process' if on_cpu else 'in use of a GPU'}, packed weights have no size."
+        ),
+        "tables": [_beside_stock(with_pat["steps"], stock), _memory(with_pat, stock)],
     }
 
 
 def _beside_stock(
     steps: Sequence[dict[str, Any]], stock: dict[int, dict[str, Any]]
-) -> Iterator[dict[str, Any]]:
+) -> list[dict[str, Any]]:
+    rows = []
     for row in steps:
         of_tp = stock[Layout.parse(row["layout"]).tp]["steps"]
         (other,) = (step for step in of_tp if step["requests"] == row["requests"])
-        theirs = {f"stock_{name}": other[name] for name in ("ms", "low_ms", "high_ms")}
-        yield {**row, **theirs, "ratio": row["ms"] / other["ms"]}
+        rows.append({**row, "stock ms": other["ms"], "ratio": row["ms"] / other["ms"]})
+    return rows
 
 
-def _memory(ours: dict[str, Any], stock: dict[int, dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Bytes of the rank that has most."""
+def _memory(ours: dict[str, Any], stock: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
+    """MiB of the rank that has most."""
+
+    def most(ranks: Sequence[dict[str, Any]], what: str) -> float:
+        return max(rank[what] for rank in ranks) / 2**20
+
+    rows = []
     for name in dict.fromkeys(row["layout"] for row in ours["steps"]):
         theirs = stock[Layout.parse(name).tp]["ranks"]
-        packed = None in (rank["weights"][_STOCK] for rank in theirs)
-        yield {
-            "layout": name,
-            "weights": max(rank["weights"][name] for rank in ours["ranks"]),
-            "stock_weights": None if packed else max(r["weights"][_STOCK] for r in theirs),
-            "held": max(rank["held"] for rank in ours["ranks"]),
-            "memory": max(rank["memory"] for rank in ours["ranks"]),
-            "stock_memory": max(rank["memory"] for rank in theirs),
-        }
+        rows.append(
+            {
+                "layout": name,
+                "weights": max(rank["weights"][name] for rank in ours["ranks"]) / 2**20,
+                "stock weights": max(rank["weights"][_STOCK] for rank in theirs) / 2**20,
+                "held": most(ours["ranks"], "held"),
+                "memory": most(ours["ranks"], "memory"),
+                "stock memory": most(theirs, "memory"),
+            }
+        )
+    return rows
 
 
 def _measured(
@@ -166,7 +177,7 @@ def _facts(worker: Any) -> dict[str, Any]:
     """What a rank holds, in bytes.
 
     Returns:
-        `weights` of each layout by its name, as the layout sees them; None where vLLM has packed
+        `weights` of each layout by its name, as the layout sees them; less where vLLM has packed
         them for its CPU kernels and freed what they were; `held`, of all layouts' weights
         together; `memory`, of the process on CPU, else of the device in use.
     """
@@ -181,9 +192,7 @@ def _facts(worker: Any) -> dict[str, Any]:
     weights = {}
     for name, runner in runners.items():
         parameters = list(runner.get_model().parameters())
-        packed = not all(parameter.numel() for parameter in parameters)
-        size = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
-        weights[name] = None if packed else size
+        weights[name] = sum(p.numel() * p.element_size() for p in parameters)
         of_model = (parameter.untyped_storage() for parameter in parameters)
         storages |= {storage.data_ptr(): storage.nbytes() for storage in of_model}
     if torch.cuda.is_available():

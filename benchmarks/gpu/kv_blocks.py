@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.ceiling import random_like
+from benchmarks.gpu.report import slowest
 from benchmarks.gpu.shapes import Scale
 from benchmarks.gpu.timing import Stopwatch, milliseconds
 from pat_vllm.kernels.kv import IndexedBlocks, Piece, StagedBlocks, staged_blocks
@@ -56,8 +57,14 @@ def measure(stopwatch: Stopwatch, scale: Scale, copy_rate: float) -> dict[str, A
             skipped.add((requests, tokens))
         else:
             rows += _measure_case(stopwatch, random_like(memory[: case.words]), case, copy_rate)
-    left_out = [f"{requests} x {tokens}" for requests, tokens in sorted(skipped)]
-    return {"model": name, "more_than_fits": left_out, "rows": rows}
+    left_out = ", ".join(f"{requests} x {tokens} tokens" for requests, tokens in sorted(skipped))
+    about = (
+        f"Packing and unpacking KV: all layers of {name}, one launch per layer; the slower way. "
+    )
+    return {
+        "about": f"{about}Left out, as more than fits: {left_out or 'nothing'}.",
+        "tables": [slowest(rows, ("requests", "tokens", "what", "cache_layout"))],
+    }
 
 
 @dataclass(frozen=True)
@@ -154,7 +161,7 @@ def _measure_case(
                     "cache_layout": cache_layout,
                     "requests": case.requests,
                     "tokens": case.tokens,
-                    "bytes_read_and_written": moved,
+                    "GB moved": moved / 1e9,
                     **milliseconds(timing),
                     "share_of_copy": moved / timing.median / copy_rate,
                     "tables_ms": round(tables * 1e3, 3),

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.ceiling import random_like
+from benchmarks.gpu.report import slowest
 from benchmarks.gpu.shapes import LAYOUTS, Scale
 from benchmarks.gpu.timing import Stopwatch, milliseconds
 from pat_vllm.kernels.swap import ByteSwaps, RowSwap, prepare
@@ -42,7 +43,13 @@ def measure(stopwatch: Stopwatch, scale: Scale, copy_rate: float) -> dict[str, A
                 measured = _measure_walk(stopwatch, weights, rank, walk, copy_rate)
                 rows += [{"model": name, **row} for row in measured]
         del weights
-    return {"restored": "every walk, byte for byte", "rows": rows}
+    return {
+        "about": (
+            "Rows of all layers' fused matrices trade places; the slowest of the ranks and ways "
+            "measured. Restored byte for byte at the end of every walk."
+        ),
+        "tables": [slowest(rows, ("model", "source", "target"))],
+    }
 
 
 _BASE = LAYOUTS[0]
@@ -125,7 +132,7 @@ def _measure_walk(
             "target": target,
             "rank": rank,
             "walk": "-".join(map(str, walk)),
-            "bytes_read_and_written": 2 * move.num_bytes,
+            "GB moved": 2 * move.num_bytes / 1e9,
             **milliseconds(timing),
             "share_of_copy": 2 * move.num_bytes / timing.median / copy_rate,
             "planning_ms": round(planning * 1e3, 2),

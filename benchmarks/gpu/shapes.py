@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -21,11 +21,11 @@ LAYOUTS = tuple(Layout.of(tp, RANKS) for tp in (1, 2, 4, 8))
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is measured.
+    """How much is measured; by default all of it.
 
     Attributes:
         models: dense decoders, by name.
-        copies: bytes of a copy.
+        copies: bytes of a copy, ascending.
         ranks: which of the `RANKS` devices' reshards.
         requests, tokens: what KV is moved for, and how much of each.
         wide: tensor parallelism at the far end of that move.
@@ -34,54 +34,27 @@ class Scale:
     """
 
     models: Mapping[str, ModelSize]
-    copies: tuple[int, ...]
-    ranks: tuple[int, ...]
-    requests: tuple[int, ...]
-    tokens: tuple[int, ...]
-    wide: tuple[int, ...]
-    kv_bytes: int
-    repeats: int
-
-
-def _known(*names: str) -> dict[str, ModelSize]:
-    """Of `MODEL_SHAPES`."""
-    return {name: ModelSize.of(MODEL_SHAPES[name]) for name in names}
-
-
-_FULL = Scale(
-    models=_known("llama-3.1-8b", "qwen3-14b"),
-    copies=tuple(n << 20 for n in (1, 4, 16, 64, 256, 1024, 4096)),
-    ranks=tuple(range(RANKS)),
-    requests=(1, 4, 16, 64),
-    tokens=(2048, 8192, 32768),
-    wide=(2, 8),
-    kv_bytes=48 << 30,
-    repeats=9,
-)
-_QUICK = Scale(
-    models=_known("llama-3.1-8b"),
-    copies=tuple(n << 20 for n in (16, 256, 1024)),
-    ranks=(0, 3, 7),
-    requests=(1, 16),
-    tokens=(2048, 8192),
-    wide=(2,),
-    kv_bytes=16 << 30,
-    repeats=5,
-)
-_TINY = Scale(
-    models={"tiny": TINY},
-    copies=(1 << 16, 1 << 20),
-    ranks=(0, 5, 7),
-    requests=(1, 3),
-    tokens=(32, 64),
-    wide=(2, 4),
-    kv_bytes=1 << 20,
-    repeats=2,
-)
+    copies: tuple[int, ...] = tuple(n << 20 for n in (1, 4, 16, 64, 256, 1024, 4096))
+    ranks: tuple[int, ...] = tuple(range(RANKS))
+    requests: tuple[int, ...] = (1, 4, 16, 64)
+    tokens: tuple[int, ...] = (2048, 8192, 32768)
+    wide: tuple[int, ...] = (2, 8)
+    kv_bytes: int = 48 << 30
+    repeats: int = 9
 
 
 def scale_of(device: torch.device, quick: bool) -> Scale:
     """Of a GPU all of it, or in a minute the most important; of CPU tiny shapes."""
+    names = ("llama-3.1-8b",) if quick else ("llama-3.1-8b", "qwen3-14b")
+    whole = Scale({name: ModelSize.of(MODEL_SHAPES[name]) for name in names})
     if device.type == "cpu":
-        return _TINY
-    return _QUICK if quick else _FULL
+        return Scale(
+            {"tiny": TINY}, (1 << 16, 1 << 20), (0, 5, 7), (1, 3), (32, 64), (2, 4), 1 << 20, 2
+        )
+    if quick:
+        copies = tuple(n << 20 for n in (16, 256, 1024))
+        return replace(
+            whole, copies=copies, ranks=(0, 3, 7), requests=(1, 16), tokens=(2048, 8192), wide=(2,),
+            kv_bytes=16 << 30, repeats=5,
+        )  # fmt: skip
+    return whole

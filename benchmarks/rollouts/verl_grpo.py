@@ -59,14 +59,13 @@ class Step:
     """A training step.
 
     Attributes:
-        rollout, whole: seconds of the rollout, as VeRL times it, and of the step.
+        rollout: seconds of the rollout, as VeRL times it.
         lengths: tokens of each response.
         accepted: draft tokens.
     """
 
     reward: float
     rollout: float
-    whole: float
     lengths: tuple[int, ...]
     accepted: int
 
@@ -103,8 +102,7 @@ def main() -> None:
             sides[side] = train(Path(work), data, side, args)
             print(side, sides[side], flush=True)
     body = {"arguments": vars(args), "steps": sides}
-    stem = write_results("rollouts-verl", facts, body, shown(sides, args))
-    draw(sides, Path(f"{stem}.png"))
+    write_results("rollouts-verl", facts, body, shown(sides, args))
 
 
 def write_data(work: Path, prompts: int, seed: int) -> Path:
@@ -204,13 +202,14 @@ def _steps(text: str, dump: Path, model: Path) -> list[Step]:
     steps = []
     for number, (line, rollout) in enumerate(zip(lines, rollouts, strict=True), 1):
         drafts = re.search(r"(\d+) of \d+ draft tokens accepted", rollout)
+        seconds = re.search(r"timing_s/gen:([0-9.e+-]+)", line)
+        assert seconds, "VeRL did not log how long the rollout took"
         samples = [json.loads(row) for row in (dump / f"{number}.jsonl").read_text().splitlines()]
         texts = [sample["output"] for sample in samples]
         steps.append(
             Step(
                 reward=float(np.mean([sample["score"] for sample in samples])),
-                rollout=_logged("timing_s/gen", line),
-                whole=_logged("timing_s/step", line),
+                rollout=float(seconds[1]),
                 lengths=tuple(map(len, tokenizer(texts, add_special_tokens=False)["input_ids"])),
                 accepted=int(drafts[1]) if drafts else 0,
             )
@@ -218,31 +217,22 @@ def _steps(text: str, dump: Path, model: Path) -> list[Step]:
     return steps
 
 
-def _logged(name: str, line: str) -> float:
-    match = re.search(rf"{name}:([0-9.e+-]+)", line)
-    assert match, f"VeRL did not log {name}"
-    return float(match[1])
-
-
 def shown(sides: Mapping[str, Sequence[Step]], args: argparse.Namespace) -> str:
     """Markdown."""
-    rows = []
-    for number in range(args.epochs):
-        for side, steps in sides.items():
-            step = steps[number]
-            rows.append(
-                [
-                    number,
-                    side,
-                    f"{step.reward:.3f}",
-                    *(f"{np.percentile(step.lengths, q):.0f}" for q in (50, 90, 100)),
-                    f"{step.tokens_per_step:.2f}",
-                    f"{step.rollout:.1f}",
-                    f"{step.microseconds:.0f}",
-                    f"{step.whole:.1f}",
-                ]
-            )
-    heads = ["epoch", "side", "reward", "median", "p90", "longest", "tokens a step", "rollout, s"]
+    rows = [
+        [
+            number,
+            side,
+            f"{step.reward:.3f}",
+            *(f"{np.percentile(step.lengths, q):.0f}" for q in (50, 100)),
+            f"{step.tokens_per_step:.2f}",
+            f"{step.rollout:.1f}",
+            f"{step.microseconds:.0f}",
+        ]
+        for side, steps in sides.items()
+        for number, step in enumerate(steps)
+    ]
+    heads = ["epoch", "side", "reward", "median", "longest", "tokens a step", "rollout, s"]
     first, *others = sides
     ratios = []
     for other in others:
@@ -253,30 +243,11 @@ def shown(sides: Mapping[str, Sequence[Step]], args: argparse.Namespace) -> str:
         [
             f"VeRL's GRPO, {args.prompts} problems, {args.samples} samples of each, responses of "
             f"up to {args.tokens} tokens, temperature 1; each side is a training of its own.\n",
-            table([*heads, "us a token", "step, s"], rows),
+            table([*heads, "us a token"], rows),
             "Time of a token, epoch by epoch (geometric mean, 95% interval), and in the first:\n",
             table(["", "ratio", "epoch 0"], ratios),
         ]
     )
-
-
-def draw(sides: Mapping[str, Sequence[Step]], picture: Path) -> None:
-    """Draw tokens a step and microseconds a token, by epoch and side, to a PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    FigureCanvasAgg(figure)
-    left, right = figure.subplots(1, 2)
-    for side, steps in sides.items():
-        left.plot([step.tokens_per_step for step in steps], marker="o", label=side)
-        right.plot([step.microseconds for step in steps], marker="o", label=side)
-    left.set(xlabel="epoch", ylabel="tokens a step")
-    right.set(xlabel="epoch", ylabel="rollout, microseconds a token", ylim=(0, None))
-    for axes in (left, right):
-        axes.grid(alpha=0.3)
-    left.legend()
-    figure.savefig(picture, dpi=110)
 
 
 if __name__ == "__main__":

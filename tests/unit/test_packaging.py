@@ -28,7 +28,7 @@ import pat_vllm.doctor.stages, pat_vllm.profiling.grid, pat_vllm.profiling.quali
 import pat_vllm.cli.advise_plot
 import pat_vllm.predictor.adaptive, pat_vllm.reporting.report_plot
 imported()
-import benchmarks.bench.__main__, benchmarks.bench.run, benchmarks.bench.plot
+import benchmarks.bench.__main__
 imported()
 """
 ENGINE_AND_PLOTS = {"matplotlib", "vllm", "torch", "transformers", "tests"}

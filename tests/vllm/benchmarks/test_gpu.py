@@ -20,7 +20,6 @@ from benchmarks.gpu.timing import Stopwatch
 from benchmarks.record import ROOT
 
 CPU = torch.device("cpu")
-MS = [f"{whose}{which}ms" for whose in ("", "stock_") for which in ("", "low_", "high_")]
 
 
 @pytest.fixture(scope="module")
@@ -32,34 +31,31 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def test_every_part_is_measured_for_every_shape(results: dict[str, Any]) -> None:
     assert results["ceiling"]["copy_bytes_per_second"] > 0
-    ways = {(r["source"], r["target"]) for r in results["reshard"]["rows"]}
-    assert ways == {*permutations((1, 2, 4, 8), 2)}
-    assert {r["what"] for r in results["kv"]["rows"]} == {"pack", "unpack"}
+    (reshards,), (moves,) = results["reshard"]["tables"], results["kv"]["tables"]
+    assert {(r["source"], r["target"]) for r in reshards} == {*permutations((1, 2, 4, 8), 2)}
+    assert {r["what"] for r in moves} == {"pack", "unpack"}
 
 
 def test_bytes_are_those_counted_by_hand(results: dict[str, Any]) -> None:
-    reshard = next(r for r in results["reshard"]["rows"] if (r["walk"], r["rank"]) == ("1-2-1", 0))
+    stopwatch, weights = Stopwatch(CPU, 1), reshard._Weights(TINY, CPU)
+    there, _ = reshard._measure_walk(stopwatch, weights, 0, (1, 2, 1), 1.0)
     # Rank 0 of two keeps its gate rows and half of q, k, v: up comes to gate, k to q, v to k.
     # Each of these ranges is read and written, and so is what it trades places with.
     up, k = TINY.intermediate // 2, TINY.kv_heads // 2 * TINY.head_dim
     rows = 2 * (up + k) + 2 * k
-    assert reshard["bytes_read_and_written"] == 2 * TINY.layers * rows * TINY.hidden * 2
+    assert 1e9 * there["GB moved"] == pytest.approx(2 * TINY.layers * rows * TINY.hidden * 2)
 
     token = 2 * TINY.layers * TINY.kv_heads * TINY.head_dim * 2
-    pack = next(r for r in results["kv"]["rows"] if (r["requests"], r["tokens"]) == (3, 64))
-    assert pack["bytes_read_and_written"] == 2 * 3 * 64 * token
+    (moves,) = results["kv"]["tables"]
+    pack = next(row for row in moves if (row["requests"], row["tokens"]) == (3, 64))
+    assert 1e9 * pack["GB moved"] == pytest.approx(2 * 3 * 64 * token)
 
 
 def test_the_makefile_measures_engines_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     makefile = (ROOT / "Makefile").read_text()
     (arguments,) = re.findall(r"-m benchmarks\.gpu (.*)", makefile)
     asked: list[Any] = []
-    steps = {"layout": "tp2dp1", "requests": 1, "ratio": 1.0, **dict.fromkeys(MS, 1.0)}
-    sizes = dict.fromkeys(("weights", "held", "memory", "stock_memory"), 1 << 20)
-    measured = {
-        **{"shape": "large", "memory_of": "of a process", "steps": [steps]},
-        "memory": [{"layout": "tp2dp1", "stock_weights": None, **sizes}],
-    }
+    measured = {"about": "Engines.", "tables": [[{"layout": "tp2dp1", "requests": 1, "ms": 1.25}]]}
 
     def measure(*given: Any) -> dict[str, Any]:
         asked.append(given)
@@ -70,8 +66,7 @@ def test_the_makefile_measures_engines_too(monkeypatch: pytest.MonkeyPatch, tmp_
     path = main([*words, "--device", "cpu", "--parts", "kv", "--out", str(tmp_path)])
     assert asked == [(2, "large", True)]
     page = path.with_suffix(".md").read_text()
-    assert "| tp2dp1 | one alone | 1.000 (1.000-1.000) |" in page
-    assert "| tp2dp1 | 1.0 | packed | 1.0 | 1.0 | 1.0 |" in page
+    assert "| tp2dp1 | 1 | 1.25 |" in page
 
 
 def test_measuring_needs_neither_vllm_nor_pydantic() -> None:
