@@ -38,7 +38,18 @@ _OPENINGS = (
     "Let's begin with the numbers that are given.",
 )
 _CLOSINGS = ("That was the last step.", "This is what was asked.", "So we are done.", "")
-_LINKS = ("Next,", "Then", "Now", "So", "After that,", "With this,", "Therefore", "Also", "")
+_LINKS = (
+    "Next,",
+    "Then",
+    "Now",
+    "So",
+    "After that,",
+    "With this,",
+    "Therefore",
+    "Also",
+    "Hence",
+    "",
+)
 _LONG = (
     "{name} = {fact}, for which we need {sum}: {how}. It is {value}.",
     "{name} is {fact}. {sum}: {how}, so {name} is {value}.",
@@ -47,6 +58,7 @@ _LONG = (
 _SHORT = (
     "{name} = {fact} = {sum} = {value}.",
     "{name} is {fact}, that is {sum} = {value}.",
+    "{name} = {fact}, and {sum} gives {value}.",
     "from {name} = {fact} we get {sum} = {value}.",
     "{name} is {fact} = {value}.",
 )
