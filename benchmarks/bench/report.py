@@ -9,12 +9,16 @@ from typing import TYPE_CHECKING
 from benchmarks.bench.runs import PAT, Run
 from benchmarks.paired import paired_ratio
 from benchmarks.record import Summary, table
+from pat_vllm.reporting import PredictorReport
 
 if TYPE_CHECKING:
     from benchmarks.bench.engines import BenchSettings, Measured
 
 NEVER_WORSE = 1.05
 """What the upper end of PAT's interval is at most, relative to the better static layout."""
+
+CONTROL_EVERY = 20
+"""Batches to one control batch, as docs/reports.md advises."""
 
 
 def markdown(settings: BenchSettings, measured: Measured) -> str:
@@ -29,6 +33,7 @@ def markdown(settings: BenchSettings, measured: Measured) -> str:
         "workload", *(f"static {layout}, s" for layout in layouts), "PAT, s",
         "PAT / better static (95% CI)", f"bar {NEVER_WORSE}", "PAT / best of each repeat",
         "switches per batch", "stalled", "planning", *(f"step error {name}" for name in layouts),
+        "switches that came true", f"time by control batches, 1 in {CONTROL_EVERY}",
         "first batch, PAT / faster static",
     ]  # fmt: skip
     first, *later = measured.start_seconds[PAT]
@@ -58,6 +63,7 @@ def _row(name: str, layouts: Sequence[str], runs: dict[str, list[Run]]) -> list[
     ratio = paired_ratio(seconds[PAT], seconds[best])
     best_of_each = [min(repeat) for repeat in zip(*(seconds[s] for s in layouts), strict=True)]
     ours, whole = runs[PAT][1:], sum(seconds[PAT])
+    came_true = PredictorReport(tuple(d for run in ours for d in run.decisions)).share_come_true
     return [
         name,
         *(
@@ -71,6 +77,8 @@ def _row(name: str, layouts: Sequence[str], runs: dict[str, list[Run]]) -> list[
         f"{sum(run.stalled for run in ours) / whole:.2%}",
         f"{sum(run.planning for run in ours) / whole:.2%}",
         *(_step_error(ours, layout) for layout in layouts),
+        "-" if came_true is None else f"{came_true:.0%}",
+        f"{(1 / ratio.centre - 1) / CONTROL_EVERY:+.2%}",
         f"{runs[PAT][0].seconds / min(runs[side][0].seconds for side in layouts):.2f}",
     ]
 
@@ -91,5 +99,8 @@ DEFINITIONS = """\
 - **stalled**: share of time in which nothing ran for a switch; **planning**: share spent deciding.
 - **step error**: mean absolute error of predicted decode steps, each predicted before it was
   learnt from, relative to its real time.
+- **switches that came true**: share after which steps became faster, or slower, as predicted.
+- **time by control batches**: what they would add, were one batch in so many kept in the better
+  static layout; derived from PAT / better static.
 - **first batch**: of a new adaptive engine, which has seen no length yet. It is in no other column.
 """

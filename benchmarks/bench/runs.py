@@ -10,7 +10,7 @@ import numpy as np
 
 from benchmarks.batch import Request, serve_batch
 from pat_vllm.layout import Layout
-from pat_vllm.reporting import PredictorReport, Report
+from pat_vllm.reporting import DecisionReport, PredictorReport, Report
 from pat_vllm.simulator.traces import LengthTrace
 
 PAT = "PAT"
@@ -41,6 +41,7 @@ class Run:
         switches: that carried requests.
         stalled: seconds in which nothing ran for a switch.
         planning: seconds in which the policy planned.
+        decisions: that switched.
         step_error: by layout: predicted steps, and their mean absolute relative error.
     """
 
@@ -52,6 +53,7 @@ class Run:
     switches: int
     stalled: float
     planning: float
+    decisions: tuple[DecisionReport, ...]
     step_error: Mapping[str, tuple[int, float]]
 
 
@@ -96,6 +98,7 @@ def run_of(side: str, workload: str, repeat: int, served: Served, before: Report
         switches=len(switches),
         stalled=sum(switch.seconds - switch.quiesce for switch in switches),
         planning=now.planning - past.planning,
+        decisions=tuple(d for d in now.decisions if d.fired and began <= d.at <= ended),
         step_error=_since(now.step_error, past.step_error),
     )
 
