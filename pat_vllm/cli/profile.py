@@ -1,26 +1,20 @@
-"""`pat-vllm profile`: measures an engine's steps and switches, for engines with the same flags.
-
-The engine measures a few points at a time, and the profile is saved after each time. A run that was
-stopped goes on where it was.
-"""
+"""`pat-vllm profile`: measures an engine's steps and switches, for engines with the same flags."""
 
 from __future__ import annotations
 
 import os
 import re
 import statistics
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from pat_vllm.cli.options import check_engine, failed, options_of
@@ -32,11 +26,8 @@ if TYPE_CHECKING:  # these are slow to import, for `--help`
     from vllm import LLM
 
     from pat_vllm.layout import Layout
-    from pat_vllm.profile import Profile, StepSample, SwitchSample
-    from pat_vllm.profiling.grid import Point
+    from pat_vllm.profile import Profile, StepSample
 
-_SLICE = 4
-"""Points that the engine measures between two saves: a few seconds."""
 _AS_IN_VLLM = "As in vLLM."
 
 
@@ -73,13 +64,10 @@ class ProfileOptions(Ranged):
     output: Annotated[
         Path | None, typer.Option(help="JSON to write; named after the engine by default.")
     ] = None
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Measure only what an engine's start would measure.")
-    ] = False
     budget: Annotated[
-        float | None,
+        float,
         typer.Option(min=1, max=1_000_000, help="Seconds after which the rest is left out."),
-    ] = None
+    ] = 300.0
 
 
 @options_of(ProfileOptions)
@@ -87,18 +75,14 @@ def take_engine_profile(
     options: ProfileOptions,
     model: Annotated[str, typer.Argument(help="Checkpoint, as vLLM takes it.")],
 ) -> None:
-    """Measure an engine's steps and switches; run it again to go on after an interruption.
+    """Measure an engine's steps and switches, as at its start but with more time.
 
     The profile holds for engines with the same flags in the same environment, named in
     pat.policy.profile.
     """
-    from pat_vllm.profile import ProfileError
-
     without_vision_and_audio()
     try:
         take_profile(Console(highlight=False), engine_arguments(model, options), options)
-    except ProfileError as error:
-        raise failed(error) from error
     except RuntimeError as error:
         raise failed(f"the engine failed: {error}") from error
 
@@ -107,7 +91,7 @@ def engine_arguments(model: str, options: ProfileOptions) -> dict[str, Any]:
     """Keyword arguments of `vllm.LLM`; the policy does not matter."""
     check_engine(options.engine, options.pat, options.tensor_parallel_size)
     pat = {**options.pat, "policy": {"kind": "static"}}
-    ours = ("pat", "engine", "output", "quick", "budget")
+    ours = ("pat", "engine", "output", "budget")
     given = {k: v for k, v in vars(options).items() if k not in ours and v is not None and v != {}}
     return {
         "model": model,
@@ -123,115 +107,28 @@ def engine_arguments(model: str, options: ProfileOptions) -> dict[str, Any]:
 def take_profile(console: Console, engine: Mapping[str, Any], options: ProfileOptions) -> None:
     """Start an engine, measure it, write the profile, and print what it says.
 
-    A file that an earlier run has left for this engine is completed.
-
     Args:
         engine: keyword arguments of `vllm.LLM`.
-
-    Raises:
-        ProfileError: the file that is there is no profile of this engine.
     """
-    from pat_vllm.profile import Profile, StepSample, SwitchSample
-    from pat_vllm.profiling.grid import FULL_SECONDS, POINTS, QUICK_OVERTIME, QUICK_SECONDS
-    from pat_vllm.profiling.quality import problems
+    from pat_vllm.files.reading import check_name
+    from pat_vllm.profile import Profile
 
-    quick = options.quick
-    budget = options.budget or (QUICK_SECONDS + QUICK_OVERTIME if quick else FULL_SECONDS)
-    with _engine(console, engine) as llm:
-        (described,) = llm.collective_rpc(PROFILE_COMMAND, kwargs={"quick": quick})
-        header, essential = described["header"], described["essential"]
-        path = options.output or Path(default_name(header))
-        points = POINTS.validate_python(described["points"])
-        steps, switches = measured_before(path, header["key"])
-        console.print(header["title"], soft_wrap=True)
-        if steps:
-            console.print(f"going on with {path}; delete it to measure all anew", soft_wrap=True)
-        waiting = unmeasured(points, steps, switches)
-        # A profile has steps of every layout.
-        part = max(_SLICE, len({*points[:essential]} & {*waiting}))
-        started = time.monotonic()
-        with _progress(console) as progress:
-            task = progress.add_task("", total=len(points), completed=len(points) - len(waiting))
-            while waiting:
-                now, waiting = waiting[:part], waiting[part:]
-                progress.update(task, description=str(now[0]))
-                (answer,) = llm.collective_rpc(
-                    PROFILE_COMMAND, args=(POINTS.dump_python(now), quick)
-                )
-                steps += [StepSample(**values) for values in answer["steps"]]
-                switches += [SwitchSample(**values) for values in answer["switches"]]
-                note = f"; {len(waiting)} of {len(points)} points left out" if waiting else ""
-                Profile(
-                    **header,
-                    created=datetime.now(UTC).isoformat(timespec="seconds"),
-                    steps=tuple(steps),
-                    switches=tuple(switches),
-                    note=f"pat-vllm profile{note}",
-                ).save(path)
-                progress.advance(task, len(now))
-                part = _SLICE
-                if time.monotonic() - started > budget:
-                    break
-            progress.update(task, description="")
-    profile = Profile.load(path)
+    if options.output is not None:
+        check_name(str(options.output))
+    with _engine(console, engine) as llm, console.status("measuring"):
+        (answer,) = llm.collective_rpc(PROFILE_COMMAND, kwargs={"seconds": options.budget})
+    profile = Profile.model_validate(answer["profile"])
+    path = options.output or Path(default_name(profile))
+    profile.save(path)
+    console.print(profile.title, soft_wrap=True)
     show(console, profile)
-    for problem in problems(profile.steps, len(waiting), len(points)):
+    for problem in answer["problems"]:
         console.print(
             f"\nThis profile may mislead PAT: {problem}. Let nothing else run on the engine's "
-            f"devices and cores, and run this command again with --output {path} and perhaps a "
-            "longer --budget: it measures what is missing, and anew what was noisy.",
+            "devices and cores, and run this command again, perhaps with a longer --budget.",
             soft_wrap=True,
         )
     console.print(f"\nprofile: {path}", soft_wrap=True)
-
-
-def measured_before(
-    path: Path, key: Mapping[str, Any]
-) -> tuple[list[StepSample], list[SwitchSample]]:
-    """Samples of the file that an earlier run has left, but for steps whose repeats differ much.
-
-    Raises:
-        ProfileError: it is no profile, or one of another engine.
-        ValueError: no file can have this name.
-    """
-    from pat_vllm.files.reading import check_name
-    from pat_vllm.profile import Profile, ProfileError
-    from pat_vllm.profiling.quality import unsettled
-
-    check_name(str(path))
-    if not path.exists():
-        return [], []
-    try:
-        profile = Profile.load(path)
-        profile.check(key, path)
-    except ProfileError as error:
-        raise ProfileError(f"{error}. Or delete the file, or choose another --output") from None
-    return [step for step in profile.steps if not unsettled(step)], [*profile.switches]
-
-
-def unmeasured(
-    points: Iterable[Point], steps: Iterable[StepSample], switches: Iterable[SwitchSample]
-) -> list[Point]:
-    """Those of the points that no sample is of."""
-    from pat_vllm.profiling.grid import StepPoint
-
-    def is_measured(point: Point) -> bool:
-        if isinstance(point, StepPoint):
-            return any(map(point.measured_by, steps))
-        return any(map(point.measured_by, switches))
-
-    return [point for point in points if not is_measured(point)]
-
-
-def _progress(console: Console) -> Progress:
-    return Progress(
-        TextColumn("measuring"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}"),
-        console=console,
-    )
 
 
 @contextmanager
@@ -249,12 +146,13 @@ def _engine(console: Console, engine: Mapping[str, Any]) -> Iterator[LLM]:
         llm.llm_engine.engine_core.shutdown()
 
 
-def default_name(header: Mapping[str, Any]) -> str:
-    model = header["key"]["model"]
+def default_name(profile: Profile) -> str:
+    """Names the model, the hardware and the day."""
+    model = profile.key["model"]
     parts = (
         str(model["architecture"]).removesuffix("ForCausalLM"),
         f"{model.get('num_hidden_layers')}x{model.get('hidden_size')}",
-        f"{header['ranks']}x{header['key']['hardware']}",
+        f"{profile.ranks}x{profile.key['hardware']}",
         datetime.now().strftime("%Y-%m-%d"),
     )
     return re.sub(r"[^A-Za-z0-9.-]+", "-", "-".join(parts)).strip("-") + ".json"
@@ -272,9 +170,6 @@ def show(console: Console, profile: Profile) -> None:
     console.print(
         "layout: tensor parallel size (tp) and replicas (dp), all busy; batch: of one replica."
     )
-    for layout in profile.layouts:
-        if by_drafts := _by_drafts(profile, layout):
-            console.print(f"{layout}: {by_drafts}")
     try:
         from pat_vllm.predictor.step_time import StepTimeModel
 
@@ -310,21 +205,6 @@ def _cells(profile: Profile, layout: Layout) -> list[str]:
         f"{1e3 * _shortest(busy, max(batches)):.1f}",
         f"{1e3 * statistics.median(empty):.1f}" if empty else "-",
     ]
-
-
-def _by_drafts(profile: Profile, layout: Layout) -> str:
-    """What a step takes by its drafts, at the largest batch that was measured with all of them."""
-    by_k: dict[int, dict[int, list[StepSample]]] = {}
-    for s in profile.steps:
-        decodes = s.layout == layout and s.busy == layout.replicas and s.batch and not s.prefill
-        if decodes and s.drafts == s.k * s.batch:
-            by_k.setdefault(s.k, {}).setdefault(s.batch, []).append(s)
-    common = set.intersection(*map(set, by_k.values())) if len(by_k) > 1 else set()
-    if not common:
-        return ""
-    most = max(common)
-    cells = [f"{k}: {1e3 * _shortest(by_k[k][most], most):.1f}" for k in sorted(by_k)]
-    return f"ms of a step at batch {most}, by drafts of a request: {', '.join(cells)}"
 
 
 def _shortest(samples: Iterable[StepSample], batch: int) -> float:

@@ -12,12 +12,9 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import NamedTuple
 
-from pydantic import TypeAdapter
-
 from pat_vllm.layout import Layout
 from pat_vllm.models.kinds import Kinds, block_size, longest_context, num_blocks
 from pat_vllm.profile import StepSample, SwitchSample
-from pat_vllm.reporting.values import LayoutByName
 
 SHORT_CONTEXT = 64
 """Tokens of a context whose attention hardly costs anything."""
@@ -125,18 +122,16 @@ class StepPoint:
 
     Attributes:
         batch: requests that decode, each with `context` tokens to begin with.
-        longest: tokens of one of them, where it is longer than the others; else 0.
         prefill: prompt tokens computed beside them.
         k: draft length: draft tokens that the drafter is asked for, for each request.
         hits: whether each request has k drafts, as if the drafter had found them in the step
             before, and the step verifies them. Otherwise it verifies none.
     """
 
-    layout: LayoutByName
+    layout: Layout
     batch: int
     context: int
     busy: int
-    longest: int = 0
     prefill: int = 0
     k: int = 0
     hits: bool = False
@@ -149,63 +144,32 @@ class StepPoint:
     @property
     def contexts(self) -> list[int]:
         """Tokens of each context at the first step."""
-        if not self.batch:
-            return []
-        return [*[self.context] * (self.batch - 1), max(self.context, self.longest)]
-
-    def measured_by(self, sample: StepSample) -> bool:
-        """Whether a sample is of this point; its contexts have grown while it was measured."""
-        least = sum(self.contexts)
-        grown = self.batch * (_MOST_STEPS + 2 + (_STEPS_IF_ALL_ACCEPTED + 1) * self.drafts)
-        own = (self.layout, self.batch, self.busy, self.prefill, self.k, self.batch * self.drafts)
-        its = (sample.layout, sample.batch, sample.busy, sample.prefill, sample.k, sample.drafts)
-        return own == its and least <= sample.context <= least + grown
-
-    def __str__(self) -> str:
-        parts = [f"{self.batch} x {self.context} tokens"] if self.batch else []
-        if self.longest > self.context:
-            parts.append(f"one of {self.longest}")
-        if self.prefill:
-            parts.append(f"prefill of {self.prefill}")
-        if self.k:
-            parts.append(f"{self.k} drafts each" if self.hits else f"no drafts found of {self.k}")
-        return f"{self.layout}, {self.busy} busy: {', '.join(parts)}"
+        return [self.context] * self.batch
 
 
 @dataclass(frozen=True)
 class SwitchPoint:
     """A switch to be measured, with `num_seqs` requests of `context` tokens."""
 
-    source: LayoutByName
-    target: LayoutByName
+    source: Layout
+    target: Layout
     num_seqs: int
     context: int
-
-    def measured_by(self, sample: SwitchSample) -> bool:
-        """Whether a sample is of this point."""
-        own = (self.source, self.target, self.num_seqs, self.num_seqs * self.context)
-        return own == (sample.source, sample.target, sample.num_seqs, sample.tokens)
-
-    def __str__(self) -> str:
-        return f"switch {self.source} -> {self.target}: {self.num_seqs} x {self.context} tokens"
 
 
 Point = StepPoint | SwitchPoint
 
-POINTS: TypeAdapter[list[Point]] = TypeAdapter(list[Point])
-"""Points as the plain values that travel between a front end and the engine core, and back."""
-
 
 # ---------------------------------------------------------------- the plan
 
-QUICK_SECONDS = 20.0
-"""Default time for a quick profile at an engine's start."""
-QUICK_OVERTIME = 40.0
-"""Further seconds until enough of it is measured for it to be kept: the next start needs none."""
-FULL_SECONDS = 900.0
-"""Default time for a full profile."""
-_QUICK, _FULL = 6, 10
-"""Priorities below which a quick and a full plan have points."""
+START_SECONDS = 20.0
+"""Budget of the profile that an engine takes at its start."""
+START_OVERTIME_SECONDS = 40.0
+"""Further time until enough of it is measured for it to be kept: the next start needs none."""
+_START_PATIENCE_SECONDS = 0.3
+"""Time after which a point is left at a start although its times still differ."""
+_PRIORITIES = 6
+"""Priorities that `_rows` and `_SWITCHES` name."""
 
 
 @dataclass(frozen=True)
@@ -218,8 +182,6 @@ class Plan:
         overtime: further seconds for a profile that lacks points to be complete and still can be
             (`quality.becomes_complete`).
         patience: seconds after which a point need not settle.
-        repeats: steps after which a point may have settled.
-        spread: it has when the middle half of its times lies within this share of the median.
     """
 
     limits: EngineLimits
@@ -228,23 +190,26 @@ class Plan:
     budget: float
     overtime: float
     patience: float
-    repeats: int
-    spread: float
 
     @classmethod
-    def of(cls, limits: EngineLimits, *, quick: bool) -> Plan:
-        """A quick plan is enough to choose layouts by, at an engine's start. A full one is a dense
-        grid, and begins with the quick one's points."""
+    def of(cls, limits: EngineLimits, budget: float | None = None) -> Plan:
+        """What is enough to choose layouts by.
+
+        Args:
+            budget: seconds, with more patience for each point the more they are; None: those of an
+                engine's start.
+        """
         points: dict[Point, None] = {}
         essential = 0
-        for priority in range(_QUICK if quick else _FULL):
+        for priority in range(_PRIORITIES):
             # There and back, so that two priorities meet in one layout.
             for layout in limits.layouts[:: -1 if priority % 2 else 1]:
                 points.update(dict.fromkeys(_points(limits, layout, priority)))
             essential = essential or len(points)
-        if quick:
-            return cls(limits, (*points,), essential, QUICK_SECONDS, QUICK_OVERTIME, 0.3, 5, 0.05)
-        return cls(limits, (*points,), essential, FULL_SECONDS, 0.0, 2.0, 8, 0.03)
+        seconds = START_SECONDS if budget is None else budget
+        overtime = START_OVERTIME_SECONDS if budget is None else 0.0
+        patience = _START_PATIENCE_SECONDS * max(1.0, seconds / START_SECONDS)
+        return cls(limits, (*points,), essential, seconds, overtime, patience)
 
 
 class _Row(NamedTuple):
@@ -254,7 +219,6 @@ class _Row(NamedTuple):
         batches: requests that decode; as many as can run at once, where that is fewer.
         context: of each, as a share of the longest that memory has room for; 0: the short context.
         busy: replicas; None: all.
-        longest: one request's context, as a share of the longest for one request; 0: as the others.
     """
 
     priority: int
@@ -263,14 +227,11 @@ class _Row(NamedTuple):
     busy: Sequence[int] | None = None
     prefill: Sequence[int] = (0,)
     k: Sequence[int] = (0,)
-    longest: Sequence[float] = (0,)
 
 
 def _rows(limits: EngineLimits, layout: Layout) -> list[_Row]:
     every, share, most = layout.replicas, limits.share(layout), limits.most_requests(layout.tp)
     few, grid, tokens = min(8, share), (*_powers(most), most), limits.max_batch_tokens[layout.tp]
-    between = [b + b // 2 for b in _powers(most)]
-    sizes = sorted({16, 64, 256, 1024, 2048, 4096, tokens})
     lengths = limits.draft_lengths
     # What other draft lengths lie between.
     telling = dict.fromkeys((*lengths[-1:], *lengths[(len(lengths) - 1) // 2 :][:1]))
@@ -289,27 +250,12 @@ def _rows(limits: EngineLimits, layout: Layout) -> list[_Row]:
         _Row(4, (1, 2, 4), busy=(1, every // 2)),
         _Row(5, (0,), prefill=(min(64, tokens),)),
         _Row(5, grid),
-        _Row(6, (*between, most)),
-        _Row(6, (1, 2, 4, 8, 16, 32), busy=_powers(every)),
-        _Row(7, _powers(most), context=(1, 1 / 2, 1 / 4)),
-        # Its attention may be what the others wait for.
-        _Row(7, (4, 16), longest=(1, 1 / 3)),
-        _Row(8, (0,), prefill=[n for n in sizes if n <= min(tokens, 8192)]),
-        _Row(8, (2, 16), prefill=(32, 256)),
-        _Row(9, grid, k=lengths),
-        _Row(9, (1, 8), busy=(1,), k=lengths[-1:]),
-        # The drafter searches all of a context.
-        _Row(9, (1, 8, share), context=(1,), k=(*telling,)),
     ]
 
 
 _SWITCHES = {
     1: ((0, False), (8, True)),
     4: ((1, True), (32, True)),
-    9: (
-        *((2, False), (4, True), (8, False), (16, True)),
-        *((32, False), (64, True), (128, True)),
-    ),
 }
 """By priority: requests that are carried, and whether their contexts are long."""
 
@@ -327,18 +273,15 @@ def _points(limits: EngineLimits, layout: Layout, priority: int) -> Iterator[Poi
 
 def _steps(limits: EngineLimits, layout: Layout, row: _Row) -> Iterator[StepPoint]:
     busy = (layout.replicas,) if row.busy is None else [n for n in row.busy if n]
-    every = product(row.k, row.batches, row.context, busy, row.prefill, row.longest)
-    for k, batch, share, replicas, prefill, longest in every:
+    every = product(row.k, row.batches, row.context, busy, row.prefill)
+    for k, batch, share, replicas, prefill in every:
         batch = min(batch, limits.most_requests(layout.tp, k))
         context = limits.short if batch else 0
         if share:
             context = int(share * limits.longest_context(layout.tp, batch, k))
             if context < 2 * limits.short:
                 continue
-        far = max(limits.short, int(longest * limits.longest_context(layout.tp, 1)))
-        point = StepPoint(
-            layout, batch, context, replicas, far if longest else 0, prefill, k, hits=k > 0
-        )
+        point = StepPoint(layout, batch, context, replicas, prefill, k, hits=k > 0)
         yield point
         if limits.misses and k and k == limits.draft_lengths[-1]:
             yield replace(point, hits=False)

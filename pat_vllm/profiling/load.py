@@ -1,14 +1,13 @@
 """Where an engine's profile comes from: a file, the cache, or a measurement.
 
-`load_or_measure` is for the engine itself, at its start. `describe` and `measure` serve a front end
-that measures an idle engine part by part.
+`load_or_measure` is for the engine itself, at its start; `measure` for a front end of one that is
+idle.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,7 @@ from pat_vllm.layout import Layout
 from pat_vllm.models.layer_sizes import routing_of
 from pat_vllm.profile import Profile
 from pat_vllm.profiling import cache as profile_cache
-from pat_vllm.profiling.grid import POINTS, EngineLimits, Plan
+from pat_vllm.profiling.grid import EngineLimits, Plan
 from pat_vllm.profiling.key import by_name, profile_key, title
 from pat_vllm.profiling.quality import REMEDY, problems
 from pat_vllm.profiling.runner import Profiler
@@ -80,15 +79,9 @@ def _measure_at_start(
     seconds_to_make: Callable[[Layout], float],
 ) -> Profile:
     begun = time.perf_counter()
-    plan = _plan(executor, kv_cache_config, quick=True)
+    plan = Plan.of(engine_limits(executor.vllm_config, kv_cache_config))
     samples = Profiler(executor, plan, seconds_to_make).run()
-    profile = Profile(
-        **header,
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
-        steps=tuple(samples.steps),
-        switches=tuple(samples.switches),
-        note="quick profile at an engine's start",
-    )
+    profile = _profile(header, samples, "quick profile at an engine's start")
     defects = problems(profile.steps, samples.skipped, len(plan.points))
     kept = None if defects else profile_cache.keep(profile)
     logger.info(
@@ -110,54 +103,46 @@ def _measure_at_start(
     return profile
 
 
-def describe(
-    executor: PATExecutorMixin, kv_cache_config: KVCacheConfig, quick: bool
-) -> dict[str, Any]:
-    """What to measure of an engine, by the quick plan or the full one, as plain values.
-
-    Returns:
-        The profile's `header`, the plan's `points`, and how many of the first are `essential`.
-    """
-    plan = _plan(executor, kv_cache_config, quick)
-    return {
-        "header": profile_header(executor, kv_cache_config),
-        "points": POINTS.dump_python(list(plan.points)),
-        "essential": plan.essential,
-    }
+def _profile(header: Mapping[str, Any], samples: Profiler, note: str) -> Profile:
+    return Profile(
+        **header,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        steps=tuple(samples.steps),
+        switches=tuple(samples.switches),
+        note=note,
+    )
 
 
 def measure(
     executor: PATExecutorMixin,
     kv_cache_config: KVCacheConfig,
-    points: Sequence[Mapping[str, Any]],
-    quick: bool,
+    seconds: float,
     switch_id: int,
     seconds_to_make: Callable[[Layout], float],
 ) -> dict[str, Any]:
-    """Measure some of the points that `describe` listed, all of them. Plain values in and out.
+    """Measure an engine that has no request, as at its start but with a budget of so many seconds.
 
     Args:
-        quick: with the quick plan's patience; otherwise with the full one's.
         switch_id, seconds_to_make: see `Profiler`.
 
     Returns:
-        The `steps` and `switches` measured.
+        Plain values: the `profile`, and its `problems` in words.
     """
-    chosen = tuple(POINTS.validate_python(points))
-    plan = replace(_plan(executor, kv_cache_config, quick), points=chosen, essential=len(chosen))
+    plan = Plan.of(engine_limits(executor.vllm_config, kv_cache_config), seconds)
+    header = profile_header(executor, kv_cache_config)
     try:
         samples = Profiler(executor, plan, seconds_to_make, switch_id).run()
     except Exception as error:
         executor.fail(error)  # the workers may be in any layout
         raise
+    note = "pat-vllm profile"
+    if samples.skipped:
+        note += f"; {samples.skipped} of {len(plan.points)} points left out"
+    profile = _profile(header, samples, note)
     return {
-        "steps": [sample.model_dump() for sample in samples.steps],
-        "switches": [sample.model_dump() for sample in samples.switches],
+        "profile": profile.model_dump(mode="json"),
+        "problems": problems(profile.steps, samples.skipped, len(plan.points)),
     }
-
-
-def _plan(executor: PATExecutorMixin, kv_cache_config: KVCacheConfig, quick: bool) -> Plan:
-    return Plan.of(engine_limits(executor.vllm_config, kv_cache_config), quick=quick)
 
 
 def engine_limits(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> EngineLimits:

@@ -43,6 +43,10 @@ _Allotted = dict[int, list[SyntheticRequest]]
 """Synthetic requests by replica."""
 _LEAST_TIMES = 3
 """Step times, over all replicas, below which a point is never left."""
+_SETTLED_TIMES = 5
+"""Step times of each replica after which a point may have settled."""
+_SETTLED_SPREAD = 0.05
+"""It has when the middle half of its times lies within this share of their median."""
 _UNSETTLED = 2
 """Steps of a replica after which times count: the first adds the requests, and the second may
 still do work that the first has caused."""
@@ -188,9 +192,9 @@ class Profiler:
             return False
         if elapsed >= patience:
             return True
-        if fewest < self._plan.repeats:
+        if fewest < _SETTLED_TIMES:
             return False
-        return quality.spread(times) <= self._plan.spread
+        return quality.spread(times) <= _SETTLED_SPREAD
 
     def _send(self, steps: dict[int, SchedulerOutput]) -> None:
         """Run a step in some replicas and wait for it."""

@@ -24,18 +24,15 @@ def register_commands(scheduler: PATScheduler) -> None:
     def report(since: float = -math.inf) -> str:
         return controller.report(since).to_json()
 
-    def profile(points: list[dict[str, Any]] | None = None, quick: bool = False) -> dict[str, Any]:
+    def profile(seconds: float) -> dict[str, Any]:
         if active.num_seqs or not controller.on_engine_thread:
             raise RuntimeError("the engine is busy; it can be profiled only while it is idle")
         controller.finish_work()
         scheduler.reset_prefix_cache()  # its memory is overwritten
-        if points is None:
-            return load.describe(active.executor, scheduler.kv_cache_config, quick)
         return load.measure(
             active.executor,
             scheduler.kv_cache_config,
-            points,
-            quick,
+            seconds,
             controller.switch_id,
             active.factory.seconds_to_make,
         )

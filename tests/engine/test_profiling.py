@@ -20,7 +20,7 @@ from pat_vllm.layout import Layout
 from pat_vllm.profile import Profile, ProfileError
 from pat_vllm.profiling import cache as profile_cache
 from pat_vllm.profiling import load, quality
-from pat_vllm.profiling.grid import POINTS, Plan, StepPoint
+from pat_vllm.profiling.grid import Plan, StepPoint
 from pat_vllm.profiling.runner import Profiler
 from pat_vllm.profiling.synthetic_steps import SyntheticSteps
 from tests.engine.specs import DENSE, DRAFTS
@@ -54,9 +54,9 @@ def known_requests(worker: Any) -> int:
     )
 
 
-def quick_plan(llm: Any) -> Plan:
+def start_plan(llm: Any) -> Plan:
     config, kv_cache_config = llm.llm_engine.vllm_config, scheduler_of(llm).kv_cache_config
-    return Plan.of(load.engine_limits(config, kv_cache_config), quick=True)
+    return Plan.of(load.engine_limits(config, kv_cache_config))
 
 
 def test_the_command_takes_a_profile_and_leaves_no_trace(
@@ -75,7 +75,7 @@ def test_the_command_takes_a_profile_and_leaves_no_trace(
     monkeypatch.setattr(command, "_engine", shared_engine)
     printed = StringIO()
     path = tmp_path / "profile.json"
-    options = command.ProfileOptions(output=path, quick=True, budget=1e6)
+    options = command.ProfileOptions(output=path, budget=1e6)
     command.take_profile(Console(file=printed, width=120), {}, options)
 
     executor = scheduler_of(llm).replica_set.executor
@@ -86,7 +86,7 @@ def test_the_command_takes_a_profile_and_leaves_no_trace(
     text = printed.getvalue()
     assert "tp1dp2" in text and "tp2dp1" in text and path.name in text
     profile = Profile.load(path)
-    points = quick_plan(llm).points
+    points = start_plan(llm).points
     assert len(profile.steps) == sum(isinstance(point, StepPoint) for point in points)
     for live in (0, 1, 8):
         for pair in permutations((ONE, TWO)):
@@ -97,7 +97,7 @@ def test_the_command_takes_a_profile_and_leaves_no_trace(
 
 
 def test_a_used_up_budget_leaves_the_essential_points(llm: Any) -> None:
-    plan = replace(quick_plan(llm), budget=1e-6, overtime=0.0)
+    plan = replace(start_plan(llm), budget=1e-6, overtime=0.0)
     samples = measured(llm, plan)
     assert len(samples.steps) == plan.essential
     assert samples.skipped == len(plan.points) - plan.essential
@@ -105,7 +105,7 @@ def test_a_used_up_budget_leaves_the_essential_points(llm: Any) -> None:
 
 
 def test_a_slow_engine_takes_longer_rather_than_a_profile_that_is_not_kept(llm: Any) -> None:
-    plan = replace(quick_plan(llm), budget=1e-6, overtime=1e6)
+    plan = replace(start_plan(llm), budget=1e-6, overtime=1e6)
     samples = measured(llm, plan)
     assert samples.skipped == int(quality.MOST_LEFT_OUT * len(plan.points))
 
@@ -125,7 +125,7 @@ def test_a_busy_engine_is_not_profiled(llm: Any) -> None:
     def ask(at: int) -> None:
         if at == 3:
             with pytest.raises(RuntimeError, match="idle"):
-                llm.collective_rpc("pat_profile")
+                llm.collective_rpc("pat_profile", kwargs={"seconds": 1.0})
             refused.append(at)
 
     run(llm, jobs(), ask)
@@ -204,10 +204,9 @@ def serve(llm: Any) -> list[Any]:
 def test_a_speculating_engine_is_profiled(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Samples have the sizes of the steps that were made, and serving goes on as before."""
     before = serve(llm)
-    (described,) = llm.collective_rpc("pat_profile", kwargs={"quick": True})
-    quick = POINTS.validate_python(described["points"])
-    chosen = [p for p in quick if isinstance(p, StepPoint) and p.batch and p.context < 100]
-    chosen = [p for p in chosen if p.k or (p.batch in (1, 16, 32) and p.busy == p.layout.replicas)]
+    plan = start_plan(llm)
+    steps = [p for p in plan.points if isinstance(p, StepPoint) and p.batch and p.context < 100]
+    chosen = [p for p in steps if p.k or (p.batch in (1, 16, 32) and p.busy == p.layout.replicas)]
     assert {(p.k, p.hits) for p in chosen} == {(0, False), (2, True), (MOST, True), (MOST, False)}
 
     executor, end = scheduler_of(llm).replica_set.executor, SyntheticSteps.end
@@ -223,13 +222,13 @@ def test_a_speculating_engine_is_profiled(llm: Any, monkeypatch: pytest.MonkeyPa
 
     with monkeypatch.context() as patch:
         patch.setattr(SyntheticSteps, "end", ending)
-        (answer,) = llm.collective_rpc("pat_profile", args=(POINTS.dump_python([*chosen]), True))
+        samples = measured(llm, replace(plan, points=(*chosen,), essential=len(chosen)))
     assert compared and all(held == counted for held, counted in compared)
     assert serve(llm) == before
 
-    profile = Profile(**described["header"], created="now", steps=answer["steps"])
-    assert profile.key["speculation"]["draft_lengths"] == [0, 1, 2, MOST]
-    for point, sample in zip(chosen, profile.steps, strict=True):
+    header = load.profile_header(executor, scheduler_of(llm).kv_cache_config)
+    assert header["key"]["speculation"]["draft_lengths"] == [0, 1, 2, MOST]
+    for point, sample in zip(chosen, samples.steps, strict=True):
         shape = sample.shape
         assert (sample.layout, shape.batch, shape.busy) == (point.layout, point.batch, point.busy)
         assert (shape.k, shape.drafts) == (point.k, point.k * point.batch * point.hits)

@@ -25,9 +25,9 @@ def test_the_commands_profile_is_of_any_engine_with_its_flags(tmp_path: Path) ->
         for part in (f"--{name.replace('_', '-')}", value)
         if part is not None
     ]
-    arguments = ["profile", random_model("qwen3"), *flags, "--quick", "--output", path]
+    arguments = ["profile", random_model("qwen3"), *flags, "--budget", 60, "--output", path]
     done = subprocess.run(
-        [sys.executable, "-c", "from pat_vllm.cli import app; app()", *map(str, arguments)],
+        [sys.executable, "-c", "from pat_vllm.cli.app import app; app()", *map(str, arguments)],
         capture_output=True,
         text=True,
         env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "COLUMNS": "120"},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from dataclasses import replace
 
 import pytest
@@ -12,10 +11,9 @@ from hypothesis import strategies as st
 
 from pat_vllm.layout import Layout
 from pat_vllm.models.kinds import SlidingWindow, num_blocks
-from pat_vllm.profile import StepSample, StepShape, SwitchSample
-from pat_vllm.profiling.grid import POINTS, EngineLimits, Plan, StepPoint, SwitchPoint, estimate
+from pat_vllm.profile import StepSample, StepShape
+from pat_vllm.profiling.grid import EngineLimits, Plan, StepPoint, SwitchPoint, estimate
 from tests.support.kinds import full
-from tests.unit.predictor import examples
 
 ONE, TWO = Layout(1, 2), Layout(2, 1)
 LIMITS = EngineLimits(
@@ -79,18 +77,16 @@ def check_possible(limits: EngineLimits, point: StepPoint) -> None:
 # Not even one request's drafts have room in a step.
 @example(replace(LIMITS, max_batch_tokens={1: 16, 2: 32}, draft_lengths=(4, 16)))
 def test_plans_are_possible_and_fair(limits: EngineLimits) -> None:
-    quick, full = Plan.of(limits, quick=True), Plan.of(limits, quick=False)
-    assert full.points[: len(quick.points)] == quick.points
-    assert len({*quick.points} - {*drafting(quick)}) <= 40 * len(limits.layouts)
-    for plan in (quick, full):
-        assert len(set(plan.points)) == len(plan.points)
-        first = plan.points[: plan.essential]
-        assert all(isinstance(point, StepPoint) and point.batch for point in first)
-        in_first = {point.layout for point in first if isinstance(point, StepPoint)}
-        assert in_first == {*limits.layouts}
-        pairs = {(p.source, p.target) for p in plan.points if isinstance(p, SwitchPoint)}
-        assert pairs == {*itertools.permutations(limits.layouts, 2)}
-    for point in full.points:
+    plan = Plan.of(limits)
+    assert len({*plan.points} - {*drafting(plan)}) <= 40 * len(limits.layouts)
+    assert len(set(plan.points)) == len(plan.points)
+    first = plan.points[: plan.essential]
+    assert all(isinstance(point, StepPoint) and point.batch for point in first)
+    in_first = {point.layout for point in first if isinstance(point, StepPoint)}
+    assert in_first == {*limits.layouts}
+    pairs = {(p.source, p.target) for p in plan.points if isinstance(p, SwitchPoint)}
+    assert pairs == {*itertools.permutations(limits.layouts, 2)}
+    for point in plan.points:
         if isinstance(point, StepPoint):
             check_possible(limits, point)
             assert limits.misses or point.hits or not point.k
@@ -99,18 +95,15 @@ def test_plans_are_possible_and_fair(limits: EngineLimits) -> None:
             held = sum(k.held(last + 2).stop - k.held(last).start for k in limits.kinds)
             for end in (point.source, point.target):
                 assert -(-point.num_seqs // end.replicas) * held <= limits.blocks[end.tp]
-    values = json.loads(json.dumps(POINTS.dump_python([*full.points])))
-    assert POINTS.validate_python(values) == [*full.points]
 
 
 def drafting(plan: Plan) -> list[StepPoint]:
     return [point for point in plan.points if isinstance(point, StepPoint) and point.k]
 
 
-@pytest.mark.parametrize("quick", [True, False], ids=["quick", "full"])
-def test_without_drafts_the_other_points_are_the_same(quick: bool) -> None:
-    with_drafts = Plan.of(LIMITS, quick=quick)
-    without = Plan.of(replace(LIMITS, draft_lengths=()), quick=quick)
+def test_without_drafts_the_other_points_are_the_same() -> None:
+    with_drafts = Plan.of(LIMITS)
+    without = Plan.of(replace(LIMITS, draft_lengths=()))
     assert not drafting(without)
     drafted = {*drafting(with_drafts)}
     assert {*without.points} == {*with_drafts.points} - drafted
@@ -120,42 +113,27 @@ def test_without_drafts_the_other_points_are_the_same(quick: bool) -> None:
 
 def test_no_layout_is_without_drafts_however_slow_the_machine() -> None:
     """Drafts would seem to cost nothing in it, and real steps could not tell."""
-    plan = Plan.of(LIMITS, quick=True)
+    plan = Plan.of(LIMITS)
     first = drafting(replace(plan, points=plan.points[: plan.essential]))
     assert {(p.layout, p.hits) for p in first} == {*itertools.product((ONE, TWO), (True, False))}
 
 
 def test_points_with_drafts() -> None:
     """So many requests are measured without drafts, too, to compare with; and all are early."""
-    quick = Plan.of(LIMITS, quick=True)
-    drafted = {(p.layout, p.batch) for p in drafting(quick)}
-    plain = {(p.layout, p.batch) for p in quick.points if isinstance(p, StepPoint) and not p.k}
+    plan = Plan.of(LIMITS)
+    drafted = {(p.layout, p.batch) for p in drafting(plan)}
+    plain = {(p.layout, p.batch) for p in plan.points if isinstance(p, StepPoint) and not p.k}
     assert drafted <= plain and {(ONE, 1), (ONE, 64), (TWO, 1), (TWO, 128)} <= drafted
-    assert quick.points.index(drafting(quick)[-1]) <= len(quick.points) / 2
-    full = drafting(Plan.of(LIMITS, quick=False))
-    assert {p.k for p in full if p.hits and p.context == 64} == {*LIMITS.draft_lengths}
+    assert plan.points.index(drafting(plan)[-1]) <= len(plan.points) / 2
+    assert {p.k for p in drafting(plan)} == {2, 7}, "the longest, and what tells of the others"
 
 
-def switch_sample(point: SwitchPoint) -> SwitchSample:
-    tokens = point.num_seqs * point.context
-    return examples.switch_sample(point.source, point.target, point.num_seqs, tokens, 1.0)
-
-
-def test_samples_are_of_their_points() -> None:
-    """Contexts grow while a step is measured; no other point's are so."""
-    points = Plan.of(LIMITS, quick=False).points
-    for point in points:
-        if isinstance(point, StepPoint):
-            context = sum(point.contexts) + 9 * point.batch
-            drafts = point.batch * point.drafts
-            shape = StepShape(point.batch, context, 0, point.prefill, point.busy, drafts, point.k)
-            sample = StepSample.of(point.layout, shape, [1.0])
-            steps = [p for p in points if isinstance(p, StepPoint) and p.measured_by(sample)]
-            assert steps == [point]
-        else:
-            switch = switch_sample(point)
-            switches = [p for p in points if isinstance(p, SwitchPoint) and p.measured_by(switch)]
-            assert switches == [point]
+def test_a_longer_budget_has_the_same_points_and_more_patience() -> None:
+    start, longer = Plan.of(LIMITS), Plan.of(LIMITS, budget=200.0)
+    assert longer.points == start.points
+    assert (start.budget, start.overtime) == (20.0, 40.0)
+    assert (longer.budget, longer.overtime) == (200.0, 0.0)
+    assert longer.patience == pytest.approx(10 * start.patience)
 
 
 def sample(seconds: float, batch: int, context: int, prefill: int = 0, k: int = 0) -> StepSample:
