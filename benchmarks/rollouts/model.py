@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.rollouts.arithmetic import problem, solution
-from pat_vllm.cli.random_config import ARCHS
-from pat_vllm.cli.random_tokenizer import CHAT_TEMPLATE, SPECIAL_TOKENS
+from pat_vllm.cli.random_tokenizer import CHAT_TEMPLATE
+from pat_vllm.doctor.models import SPECIAL_TOKENS
 
 SHAPE: dict[str, Any] = dict(
     hidden_size=256,
@@ -85,7 +85,7 @@ def pretrain(path: Path, seed: int = 0) -> None:
     tokenizer = make_tokenizer(seed)
     bos, eos, pad = range(len(SPECIAL_TOKENS))
     config = Qwen3Config(
-        architectures=[ARCHS["qwen3"]],
+        architectures=["Qwen3ForCausalLM"],
         vocab_size=len(tokenizer),
         bos_token_id=bos,
         eos_token_id=eos,

@@ -45,7 +45,7 @@ def run_doctor(options: Options) -> None:
 
 def examine(console: Console, options: Options) -> Report:
     """Run the stages, print what they find, and write it."""
-    from pat_vllm.cli.doctor_models import self_test_models, sizes_of
+    from pat_vllm.cli.doctor_models import self_test_models, shape_of
     from pat_vllm.doctor.child import ending_by_signals
     from pat_vllm.doctor.report import REPORT, Report
     from pat_vllm.doctor.stages import STAGES, run_stages
@@ -57,7 +57,7 @@ def examine(console: Console, options: Options) -> Report:
     for name in options.stage or ():
         if name not in STAGES:
             raise ValueError(f"--stage {shown(name)} is not known; allowed: {', '.join(STAGES)}")
-    sizes = sizes_of(options.shape, options.ranks, options.speculate)
+    shape = shape_of(options.shape, options.speculate)
     if options.gpu is not None:
         gpu_named(options.gpu)
         if options.model is None:
@@ -81,7 +81,7 @@ def examine(console: Console, options: Options) -> Report:
             if not console.is_terminal:
                 console.print(text, markup=False)
 
-        make_models = partial(self_test_models, scratch, sizes, options.speculate)
+        make_models = partial(self_test_models, scratch, shape, options.ranks, options.speculate)
         stages: list[Stage] = []
         report = Report("", command, ())
         for stage in run_stages(options, make_models, doing):

@@ -317,7 +317,7 @@ def _distribution(
         return 0.0, _GEMMA_EMBEDDING / math.sqrt(shape[1])
     if gemma and name == "model.norm.weight":
         return gain / _GEMMA_EMBEDDING - 1, _NORM_STD
-    if name.endswith("norm.weight"):
+    if name.endswith(("norm.weight", "norm_f.weight", "mixer.D")):  # the last two are Mamba2's
         adds_one = gemma or model_type.startswith(("qwen3_next", "qwen3_5"))
         return float(not adds_one or name.endswith("linear_attn.norm.weight")), _NORM_STD
     if name.endswith("bias"):

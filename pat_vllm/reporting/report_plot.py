@@ -51,7 +51,7 @@ def new_figure(heights: Sequence[float], same_time: bool = True) -> tuple[Figure
     except ImportError as error:
         raise ImportError(
             f"pictures need matplotlib, which is not installed here ({error}): "
-            "pip install 'matplotlib>=3.8'"
+            "pip install 'pat-vllm[plot]'"
         ) from error
     figure = Figure(figsize=(_WIDTH, sum(heights) + _MARGIN), layout="constrained")
     FigureCanvasAgg(figure)  # of its own: whatever backend the process has chosen

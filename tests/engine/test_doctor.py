@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from pat_vllm.cli import app
+from pat_vllm.cli.app import app
 from pat_vllm.doctor.report import REPORT, Report
 from tests.support.fork_server import Program
 

@@ -91,13 +91,13 @@ def test_the_wheel_holds_every_file_of_the_packages_and_nothing_else(wheel: Path
         metadata = archive.read(f"{info}/METADATA").decode()
         assert f"{info}/licenses/LICENSE" in names
     for line in (
-        "pat-vllm = pat_vllm.cli:app",
+        "pat-vllm = pat_vllm.cli.app:app",
         "[vllm.general_plugins]\npat = pat_vllm.plugin:register",
         "[verl.plugins]\npat = pat_verl.plugin",
     ):
         assert line in points
     assert metadata.partition("\n\n")[2] == (ROOT / "README.md").read_text()
-    for extra in ("cpu", "cuda", "ray", "verl", "openrlhf"):
+    for extra in ("cpu", "cuda", "plot", "ray", "verl", "openrlhf"):
         assert f"Provides-Extra: {extra}\n" in metadata
 
 
@@ -107,7 +107,7 @@ SCRIPT = """
 import os
 import pat_vllm
 assert pat_vllm.__file__.startswith(os.environ["PYTHONPATH"]), pat_vllm.__file__
-from pat_vllm.cli import app
+from pat_vllm.cli.app import app
 if __name__ == "__main__":
     app()
 """
@@ -160,13 +160,7 @@ def run_from(installed: Path, directory: Path, command: Iterable[Any]) -> str:
             id="advise",
         ),
         pytest.param(
-            "demo --model MODEL --requests 6 --max-tokens 24 --switch-at 2",
-            "Outputs of all runs agree",
-            "demo.png",
-            id="demo",
-        ),
-        pytest.param(
-            "profile MODEL --enforce-eager --kv-cache-memory-bytes 33554432 --quick --budget 5 "
+            "profile MODEL --enforce-eager --kv-cache-memory-bytes 33554432 --budget 5 "
             "--output it.json",
             "",
             "it.json",

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from pat_vllm.cli.random_model import make_model
 from tests.openrlhf.training import SWITCHING, assert_trained, training
+from tests.support.random_models import make_model
 
 pytest.importorskip("openrlhf", reason="make test-openrlhf")
 pytestmark = pytest.mark.timeout(2400)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typer.testing import CliRunner
 
-from pat_vllm.cli import app
+from pat_vllm.cli.app import app
 
 
 def invoke(*arguments: str) -> tuple[int, str]:

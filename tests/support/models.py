@@ -7,11 +7,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from pat_vllm.cli import random_model as builder
-from pat_vllm.cli.doctor_models import SHAPES
-from pat_vllm.cli.random_config import LATENT as LATENT_ARCHS
-from pat_vllm.cli.random_config import RandomModel
+from pat_vllm.doctor.models import SPECIAL_TOKENS
 from tests.support import vision
+from tests.support.families import LATENT as LATENT_ARCHS
+from tests.support.random_models import kept_model
 
 WIDE: dict[str, Any] = dict(
     arch="qwen3",
@@ -45,18 +44,10 @@ _LINEAR: dict[str, Any] = dict(
     dtype="bfloat16", hidden=128, heads=4, kv_heads=4, head_dim=128, layers=6, gain=2.0
 )
 QWEN3_NEXT: dict[str, Any] = dict(_LINEAR, arch="qwen3_next")
+_ALL_OF_16: dict[str, Any] = dict(heads=8, experts=16, experts_per_token=16)
 NEMOTRON_H: dict[str, Any] = dict(
     arch="nemotron_h", hidden=128, heads=4, kv_heads=4, head_dim=128, layers=8, gain=2.0
 )
-
-
-def _given(shape: str) -> dict[str, Any]:
-    """What a model of the doctor's has otherwise than `make_model`'s default."""
-    return {
-        name: value
-        for name, value in vars(SHAPES[shape]).items()
-        if name in ("heads", "kv_heads") or value != getattr(RandomModel, name)
-    }
 
 
 # What each one is for: see the comment. Everything not named is `make_model`'s default.
@@ -142,8 +133,21 @@ SPECS: dict[str, dict[str, Any]] = {
     # For GPUs (tests/gpu): heads as wide as those of real models, in 16 bits.
     "wide": dict(WIDE, seed=0),
     "wide_updated": dict(WIDE, seed=1),
-    # Of other kinds: those of the doctor, whose 16-bit numbers can be compared.
-    **{shape: _given(shape) for shape in ("moe", "linear", "latent", "window", "sinks")},
+    # Of other kinds, as the doctor's: all experts have each token, so that no rounding to 16 bits
+    # decides where it goes.
+    "moe": dict(_ALL_OF_16, arch="qwen3_moe", kv_heads=4, layers=2, gain=3.0),
+    "linear": dict(
+        _ALL_OF_16,
+        arch="qwen3_next",
+        kv_heads=4,
+        head_dim=128,
+        linear_heads=8,
+        gain=0.5,
+        dtype="bfloat16",
+    ),
+    "latent": dict(_ALL_OF_16, arch="deepseek_v3", kv_heads=8, layers=2, head_dim=128, gain=2.0),
+    "window": dict(arch="gemma3_text", heads=8, kv_heads=4, tie=True, window=40),
+    "sinks": dict(GPT_OSS, experts_per_token=8, gain=2.0),
     # For schedulers of eight ranks, which only read its config.
     "eight_kv_heads": dict(arch="qwen3", heads=8, kv_heads=8, max_position_embeddings=16_384),
     # So few tokens that the law of sampled text can be computed. Most likely goes on in its phrase.
@@ -167,7 +171,7 @@ REPEATING = [name for name, spec in SPECS.items() if "repeat" in spec]
 
 def phrase(name: str, tokens: int, start: int = 0) -> list[int]:
     """So many tokens of the phrase of a model in `REPEATING`, from its token number `start` on."""
-    first, size = len(builder.SPECIAL_TOKENS), SPECS[name].get("phrase", 16)
+    first, size = len(SPECIAL_TOKENS), SPECS[name].get("phrase", 16)
     return [first + (start + i) % size for i in range(tokens)]
 
 
@@ -179,10 +183,10 @@ def random_model(name: str) -> Path:
     """
     if name in vision.CLASSES:
         text, _, finish = vision.CLASSES[name]
-        return builder.kept_model(cache_dir(), name, SPECS[text], finish)
+        return kept_model(cache_dir(), name, SPECS[text], finish)
     if name not in SPECS:
         raise ValueError(f"no test model {name!r}: choose from {', '.join(SPECS)}")
-    return builder.kept_model(cache_dir(), name, SPECS[name])
+    return kept_model(cache_dir(), name, SPECS[name])
 
 
 def cache_dir() -> Path:

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from pat_vllm.cli.random_config import ARCHS
+from tests.support.families import ARCHS
 from tests.support.models import SPECS
 from tests.support.vision import CLASSES
 

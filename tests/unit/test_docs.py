@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import typer
 
-from pat_vllm.cli import app
+from pat_vllm.cli.app import app
 from pat_vllm.start.refused import RULES, Rule
 
 ROOT = Path(__file__).parents[2]

@@ -21,9 +21,8 @@ import sys
 def imported():
     print(*sorted({name.split(".")[0] for name in sys.modules}))
 
-import pat_vllm.cli
+import pat_vllm.cli.app
 imported()
-import pat_vllm.cli.demo_batch, pat_vllm.cli.engine_run, pat_vllm.cli.doctor_models
 import pat_vllm.doctor.stages, pat_vllm.profiling.grid, pat_vllm.profiling.quality
 import pat_vllm.cli.advise_plot
 import pat_vllm.predictor.adaptive, pat_vllm.reporting.report_plot
@@ -74,7 +73,7 @@ def test_every_file_of_the_packages_is_shipped() -> None:
                 assert any(fnmatch(path.name, pattern) for pattern in wanted), path
     assert {"pat_vllm", "pat_verl", "pat_openrlhf"} <= shipped
     extras = project["project"]["optional-dependencies"]
-    assert {"cpu", "cuda", "ray", "verl", "openrlhf"} <= extras.keys()
+    assert {"cpu", "cuda", "plot", "ray", "verl", "openrlhf"} <= extras.keys()
 
 
 def test_no_text_for_users_cites_a_file_that_the_wheel_lacks() -> None:

@@ -15,7 +15,6 @@ import pytest
 from pat_vllm.advice import simulations
 from pat_vllm.advice.advise_options import AdviseOptions
 from pat_vllm.advice.verdict import advise
-from pat_vllm.cli import engine_run
 from pat_vllm.doctor import child
 from pat_vllm.start.text_only import command_without_vision_and_audio, starting_with_safe_path
 
@@ -100,7 +99,7 @@ def test_the_current_directory_is_not_imported_from(
     Path("ran").unlink()
 
     checkout = {**os.environ, "PYTHONPATH": str(ROOT)}
-    ended = child.run_module("pat_vllm.cli.engine_run", "{}", checkout)
+    ended = child.run_module("pat_vllm.doctor.engine", "{}", checkout)
     assert "ValidationError: " in ended.log, ended.log  # its request is none
     command = command_without_vision_and_audio("this")
     assert "Zen of Python" in subprocess.run(command, capture_output=True, text=True).stdout
@@ -115,16 +114,14 @@ class Started(Exception):
 
 
 def test_processes_start_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the demo and of the pool of `pat-vllm advise`."""
+    """Of the doctor and of the pool of `pat-vllm advise`."""
 
     def start(*command: Any, env: Any = os.environ, **options: Any) -> None:
         raise Started([env["PYTHONSAFEPATH"], *map(str, command[0])] if env else [])
 
     monkeypatch.setattr(child.subprocess, "Popen", start)
-    nothing = engine_run.Batch((), ())
-    spec = engine_run.RunSpec({"tensor_parallel_size": 2}, nothing, nothing)
-    with pytest.raises(Started, match=r"'1', .*'-P', '-m', 'pat_vllm.cli.engine_run'"):
-        engine_run.run(spec, lambda result: None)
+    with pytest.raises(Started, match=r"'1', .*'-P', '-m', 'pat_vllm.doctor.engine'"):
+        child.run_module("pat_vllm.doctor.engine", "{}", os.environ)
     monkeypatch.setattr(simulations, "ProcessPoolExecutor", lambda *_: start([]))
     options = AdviseOptions("llama-3.1-8b", "H100", 2, responses=2, max_tokens=32, iterations=2)
     with pytest.raises(Started, match="'1'"):

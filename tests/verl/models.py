@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pat_vllm.cli.random_model import kept_model
 from tests.support.models import cache_dir
+from tests.support.random_models import kept_model
 
 VOCAB = 512
 KNOWN = 320

@@ -103,10 +103,9 @@ def check_shape(arguments: Sequence[str], site: Path) -> None:
     """
     # What these import has travelled, too.
     from pat_vllm.cli.doctor_models import SHAPES
-    from pat_vllm.models.model_classes import MIXTURES
 
     for option, shape in itertools.pairwise(arguments):
-        mixture = option == "--shape" and shape in SHAPES and SHAPES[shape].arch in MIXTURES
+        mixture = option == "--shape" and shape in SHAPES and SHAPES[shape].experts
         if mixture and not [*site.glob("vllm/_moe_C_*")]:
             raise ValueError(f"--shape {shape} needs kernels for experts: pack --experts")
 
@@ -135,7 +134,7 @@ def run(step: str, arguments: Sequence[str], out: Path) -> bool:
     """
     programs = {
         "python": [sys.executable],
-        "pat-vllm": [sys.executable, "-c", "from pat_vllm.cli import app; app()"],
+        "pat-vllm": [sys.executable, "-c", "from pat_vllm.cli.app import app; app()"],
     }
     environment = {**os.environ, **ENVIRONMENT}
     if step in ONE_GPU:

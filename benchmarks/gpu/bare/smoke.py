@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 from pat_vllm.doctor.compare import Differs, Reference
@@ -31,12 +32,13 @@ def main() -> int:
     """The exit status."""
     from vllm import LLM
 
-    from pat_vllm.cli.random_model import make_model
+    from pat_vllm.doctor.models import SHAPES, Weights, write_checkpoint
 
     texts = prompts(512)
     references: list[Reference] = []
     with tempfile.TemporaryDirectory() as folder:
-        make_model(folder, dtype="bfloat16", hidden=512, head_dim=128)
+        wide = {"dtype": "bfloat16", "hidden_size": 512, "head_dim": 128}
+        write_checkpoint(Path(folder), SHAPES["dense"].config_for(1) | wide, Weights())
         for number, (name, options) in enumerate(ENGINES.items()):
             begun = time.perf_counter()
             llm = LLM(

@@ -13,7 +13,9 @@ from pathlib import Path
 import pandas as pd
 from safetensors.torch import load_file, save_file
 
-from pat_vllm.cli.random_model import make_model
+from pat_vllm.cli.random_model import RandomModelOptions
+from pat_vllm.cli.random_tokenizer import save_tokenizer
+from pat_vllm.doctor.models import Weights, write_checkpoint
 
 VOCAB = 512
 END_TOKENS = 12
@@ -30,7 +32,10 @@ def main() -> None:
         return
 
     model = directory / "model"
-    make_model(model, arch="llama", hidden=128, heads=8, kv_heads=4, vocab=VOCAB)
+    sizes = RandomModelOptions(hidden=128, heads=8, kv_heads=4, vocab=VOCAB)
+    llama = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    write_checkpoint(model, sizes.config | llama, Weights())
+    save_tokenizer(model, VOCAB, sizes.max_position_embeddings)
     weights = load_file(model / "model.safetensors")
     weights["lm_head.weight"] *= FLATTER
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})

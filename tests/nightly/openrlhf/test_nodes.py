@@ -12,9 +12,9 @@ from typing import Any
 import psutil
 import pytest
 
-from pat_vllm.cli.random_model import make_model
 from tests.openrlhf.training import ROOT, SWITCHING
 from tests.support.engines import engine_processes
+from tests.support.random_models import make_model
 from tests.support.ray_nodes import GONE_WITHIN, assert_gone, ray_nodes
 
 pytest.importorskip("openrlhf", reason="make test-openrlhf")

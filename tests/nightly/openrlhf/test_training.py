@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from pat_vllm.cli.random_model import make_model
 from tests.openrlhf.training import COLOCATED, IN_SYNC, SWITCHING, assert_trained, training
+from tests.support.random_models import make_model
 from tests.support.vision import STUB
 
 pytest.importorskip("openrlhf", reason="make test-openrlhf")

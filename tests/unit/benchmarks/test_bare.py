@@ -14,7 +14,7 @@ import pytest
 import typer
 
 from benchmarks.gpu.bare import pack, receive, run
-from pat_vllm.cli import app
+from pat_vllm.cli.app import app
 
 KEPT = {
     "vllm/__init__.py": b"",

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from pat_vllm.cli import doctor_models
-from pat_vllm.cli.random_config import RandomModel, fields_of
 from pat_vllm.doctor.doctor_options import Options
+from pat_vllm.doctor.models import Weights
 from pat_vllm.doctor.report import REPORT, Check, Report, Stage, without_names
 from pat_vllm.models.known_models import MODEL_SHAPES
 from tests.support.command_line import invoke
@@ -36,7 +36,7 @@ def test_names_of_users_and_folders_are_left_out() -> None:
     ("arguments", "words"),
     [
         (("--gpu", "H100"), "name one by --model"),
-        (("--shape", "huge"), "allowed: tiny, moe, linear, latent, window, sinks, large"),
+        (("--shape", "huge"), "allowed: tiny, large, moe, linear, latent, window, sinks"),
         (
             ("--shape", "window", "--speculate", "4"),
             "--speculate 4 needs another --shape than window",
@@ -103,33 +103,18 @@ def test_what_was_tested_is_said() -> None:
     assert said[1] == "Fit, as far as was tested: environment, memory, full."
 
 
-def test_models_of_any_number_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written: list[RandomModel] = []
+def test_models_of_the_self_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[tuple[dict[str, Any], Weights]] = []
     monkeypatch.setattr(
-        doctor_models.random_model, "write_model", lambda path, model: written.append(model)
+        doctor_models.models,
+        "write_checkpoint",
+        lambda path, config, like: written.append((config, like)),
     )
     for shape, ranks in itertools.product(doctor_models.SHAPES, (2, 3, 8)):
-        sizes = doctor_models.sizes_of(shape, ranks)
-        models = doctor_models.self_test_models(tmp_path, sizes, 5)
-        assert written[-1].heads % ranks == 0 == written[-1].intermediate % ranks
-        assert shape != "linear" or written[-1].linear_heads % ranks == 0
-        assert models.draft_lengths == (5, 0, 1, 2, 4, 5) and written[-1].repeat
+        asked = doctor_models.shape_of(shape)
+        models = doctor_models.self_test_models(tmp_path, asked, ranks, 5)
+        assert written[-1][0]["num_attention_heads"] % ranks == 0
+        assert models.draft_lengths == (5, 0, 1, 2, 4, 5) and written[-1][1].repeat
         assert models.dtype == ("bfloat16" if shape == "linear" else None)
-    assert [model.seed for model in written[:2]] == [0, 1]
-    assert doctor_models.self_test_models(tmp_path, sizes, 0).draft_lengths == ()
-
-
-def test_latent_attention_of_the_self_test_has_kernels_on_hopper() -> None:
-    """vLLM has none for prompts of other widths on CUDA (`behaviour.py`)."""
-    config = fields_of(doctor_models.SHAPES["latent"])
-    widths = [config[name] for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
-    assert widths == [128, 64, 128]
-    assert config["kv_lora_rank"] + config["qk_rope_head_dim"] == 576
-
-
-@pytest.mark.parametrize("shape", ["moe", "linear", "latent", "sinks"])
-def test_no_expert_of_the_self_test_is_chosen_by_rounding(shape: str) -> None:
-    model = doctor_models.SHAPES[shape]
-    config = fields_of(model)
-    assert config["num_experts_per_tok"] == model.experts
-    assert config.get("topk_group") == config.get("n_group")
+    assert [like.seed for _, like in written[:2]] == [0, 1]
+    assert doctor_models.self_test_models(tmp_path, asked, 2, 0).draft_lengths == ()

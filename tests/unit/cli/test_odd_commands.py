@@ -18,11 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from pat_vllm.cli import app
+from pat_vllm.cli.app import app
 from pat_vllm.modelled.hardware import modelled_profile
 from pat_vllm.models.known_models import MODEL_SHAPES
-from pat_vllm.reporting import LiveSample, Report
-from tests.unit.reporting.samples import ONE, TWO, switch_report
 
 pytestmark = pytest.mark.timeout(300)
 EXAMPLES = int(os.environ.get("PAT_TEST_EXAMPLES", "20"))
@@ -32,17 +30,14 @@ SMALL = {"--max-tokens": "32", "--iterations": "2", "--seed": "1"}
 BASES: dict[str, dict[str, str]] = {
     "advise": {"--model": "config.json", "--gpu": "H100", "--gpus": "2", **SMALL}
     | {"--responses": "4", "--processes": "1"},
-    "plot": {"": "report.json"},
     "profile": {"": "nowhere"},
     "doctor": {"--model": "config.json", "--gpu": "H100"},
-    "demo": {"--model": "."},
     "random-model": {"": "model"},
 }
 """A short run of each command, by options; "" is the argument."""
 READS = {
-    "config.json": (("advise", "--model"), ("doctor", "--model"), ("demo", "--ranks")),
+    "config.json": (("advise", "--model"), ("doctor", "--model")),
     "profile.json": (("advise", "--profile"),),
-    "report.json": (("plot", ""),),
     "lengths.json": (("advise", "--lengths"), ("advise", "--trace")),
 }
 """Which commands read a file, by which option."""
@@ -58,14 +53,11 @@ PROGRAM: Any = typer.main.get_command(app)
 
 @functools.cache
 def contents() -> dict[str, Any]:
-    live = tuple(LiveSample(float(at), (ONE, TWO)[at % 2], 8 - at) for at in range(8))
-    report = json.loads(Report(ONE, (ONE, TWO), (switch_report(1.0),), (), live).to_json())
     profile = modelled_profile("llama-3.1-8b", "H100", 2)
     few = profile.model_copy(update={"steps": profile.steps[::7], "switches": profile.switches[:2]})
     return {
         "config.json": dict(MODEL_SHAPES["qwen3-30b-a3b"]),
         "profile.json": few.model_dump(mode="json"),
-        "report.json": {"format": 1, **report},
         "lengths.json": {"lengths": [3, 70, 5], "arrivals": [0, 1.5, 2], "max_tokens": 90},
     }
 
@@ -88,7 +80,6 @@ def somewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         Path("deep.json").write_text("[" * 10**5)
         patch.setattr("pat_vllm.cli.profile.take_profile", lambda *_: print("measured"))
         patch.setattr("pat_vllm.doctor.stages.run_stages", lambda *_: iter(()))
-        patch.setattr("pat_vllm.cli.engine_run.run", lambda spec, on_result: sys.exit("ran"))
         for name in ("torch", "transformers"):
             patch.setitem(sys.modules, name, None)
         yield
@@ -179,9 +170,7 @@ def test_odd_files(given: tuple[str, tuple[str, str], list[tuple[tuple[Any, ...]
         if place in places(content):
             content = with_value(content, place, value)
     write(name, content)
-    options = dict(BASES[command])
-    if option not in ("--ranks",):
-        options[option] = name
+    options = {**BASES[command], option: name}
     if option == "--profile":
         options = {
             key: setting

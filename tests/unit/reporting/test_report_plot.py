@@ -1,7 +1,8 @@
-"""The picture of what an engine did, and `pat-vllm plot`."""
+"""Pictures of what an engine did."""
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,9 @@ from pat_vllm.reporting import (
     LiveSample,
     PredictorReport,
     Report,
+    Run,
     report_plot,
 )
-from tests.support.command_line import invoke
 from tests.unit.reporting.samples import switch_report
 
 ONE, TWO, FOUR = Layout(1, 4), Layout(2, 2), Layout(4, 1)
@@ -110,15 +111,26 @@ def test_what_is_not_known_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert set(lines_of(only)) == {"live requests"}
 
 
-def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, picture = tmp_path / "report.json", tmp_path / "report.png"
     report_to_draw().save(path)
-
-    code, text = invoke("plot", str(path))
-    assert code == 0 and "3 switches in 0.75 s" in text
+    report = Report.load(path)
+    report.plot(picture)
     assert picture.read_bytes().startswith(b"\x89PNG")
-    code, text = invoke("plot", str(path), "--output", str(tmp_path / "rollout.doc"))
-    assert code == 2 and "doc" in text
+    with pytest.raises(ValueError, match="doc"):
+        report.plot(tmp_path / "rollout.doc")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # as if it was not installed
-    code, text = invoke("plot", str(path))
-    assert code == 1 and "pip install 'matplotlib" in text
+    with pytest.raises(ImportError, match=r"pip install 'pat-vllm\[plot\]'"):
+        report.plot(picture)
+
+
+def test_several_runs_of_one_batch(tmp_path: Path) -> None:
+    """Also of one that has no drafts, or no switches."""
+    report = report_to_draw()
+    switching = Run(report, BEGAN, 12.0)
+    still = Run(dataclasses.replace(report, switches=(), drafts=()), BEGAN, 11.0)
+    for runs in ((still, switching), (switching, still)):
+        picture = tmp_path / "runs.png"
+        report_plot.plot_runs("two", [(str(i), "said", run) for i, run in enumerate(runs)], picture)
+        assert picture.read_bytes().startswith(b"\x89PNG")
+        picture.unlink()

@@ -21,7 +21,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from benchmarks.gpu import __main__ as kernels
 from benchmarks.gpu.bare import memory, one_gpu, receive, run
-from pat_vllm.cli import app
+from pat_vllm.cli.app import app
 from tests.support.child import Child
 
 RANK = "tests.vllm.benchmarks.bare_rank"

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from pat_vllm.cli import random_config
-from pat_vllm.cli.random_model import make_model
-from tests.support import ngram
+from tests.support import families, ngram
 from tests.support.command_line import invoke
 from tests.support.models import LATENT, SPECS, random_model
+from tests.support.random_models import make_model
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -31,11 +29,11 @@ def test_a_model_is_as_its_spec_and_looks_back_to_its_first_token(name: str) -> 
     head_dim = spec.get("head_dim", 32)
     heads, kv_heads = spec["heads"] * head_dim, spec["kv_heads"] * head_dim
     if name in LATENT:
-        of_head = head_dim + random_config.ROPE_DIM, 2 * head_dim
+        of_head = head_dim + families.ROPE_DIM, 2 * head_dim
         queries, keys_and_values = (spec["heads"] * width for width in of_head)
         own = attention.q_proj if config.q_lora_rank is None else attention.q_b_proj
         assert own.out_features == queries
-        assert attention.kv_b_proj.weight.shape == (keys_and_values, random_config.KV_RANK)
+        assert attention.kv_b_proj.weight.shape == (keys_and_values, families.KV_RANK)
     elif hasattr(attention, "qkv_proj"):
         assert attention.qkv_proj.weight.shape == (heads + 2 * kv_heads, config.hidden_size)
     else:
@@ -125,29 +123,34 @@ def test_two_builds_are_equal_and_seeds_differ(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    ("wrong", "words"),
     [
-        dict(arch="bert"),
-        dict(vocab=3),
-        dict(repeat=1, vocab=16, phrase=14),
-        dict(repeat=1, tie=True),
-        dict(repeat=1, gain=0),
-        dict(repeat=1, arch="nemotron_h"),
-        dict(arch="mixtral", experts=1),
-        dict(arch="deepseek_v3", experts=7),
-        dict(heads=8, kv_heads=3),
+        ("--vocab 3", "allowed is 4 to"),
+        ("--repeat 1 --vocab 16", "have room for 13"),
+        ("--repeat 1 --gain 0", "--gain above 0"),
+        ("--experts 1", "at least --experts-per-token"),
+        ("--heads 8 --kv-heads 3", "a multiple of --kv-heads"),
+        ("--dtype int8", "allowed: float32, bfloat16, float16"),
+        ("--layers 1000 --hidden 65536", "billion parameters; at most 20"),
     ],
 )
-def test_wrong_arguments_are_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=next(reversed(wrong))):
-        make_model(tmp_path / "model", **wrong)
+def test_wrong_options_are_refused(wrong: str, words: str, tmp_path: Path) -> None:
+    code, text = invoke("random-model", str(tmp_path / "model"), *wrong.split())
+    assert code == 2 and words in text
     assert not (tmp_path / "model").exists()
 
 
 def test_the_command_line_writes_into_an_empty_directory_only(tmp_path: Path) -> None:
+    """A dense model, or with --experts a mixture."""
     path = tmp_path / "model"
-    code, text = invoke("random-model", str(path), "--layers", "1", "--hidden", "64")
+    small = ("--layers", "1", "--hidden", "64")
+    code, text = invoke("random-model", str(path), *small)
     assert code == 0, text
-    assert AutoModelForCausalLM.from_pretrained(path).config.hidden_size == 64
+    config = AutoModelForCausalLM.from_pretrained(path).config
+    assert config.model_type == "qwen3" and config.hidden_size == 64
     code, text = invoke("random-model", str(path))
     assert code == 2 and "empty directory" in text
+    code, text = invoke("random-model", str(tmp_path / "moe"), *small, "--experts", "4")
+    assert code == 0, text
+    config = AutoModelForCausalLM.from_pretrained(tmp_path / "moe").config
+    assert config.model_type == "qwen3_moe" and config.num_experts == 4

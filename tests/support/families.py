@@ -1,15 +1,11 @@
-"""What can be said of a random model, and what its config.json says, by architecture. Pure."""
+"""The random models of tests and benchmarks: what their config.json says, by architecture."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from pat_vllm.cli.ranges import Ranged
-
-_MOST_WIDTH, _MOST_HEADS = 1 << 18, 1 << 12
+from pat_vllm.doctor.models import Weights
 
 ARCHS = {
     "qwen3": "Qwen3ForCausalLM",
@@ -50,90 +46,64 @@ EXPERT_GROUPS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class RandomModel(Ranged):
-    """A random checkpoint: each field is an option of the command, with what its help says."""
+class RandomModel:
+    """A random checkpoint.
 
-    arch: Annotated[
-        str,
-        typer.Option(
-            help="qwen3, qwen2, llama; with sliding windows: mistral, phi3, gemma2, gemma3_text; "
-            "chunked attention: llama4_text; "
-            "mixtures of experts: qwen3_moe, qwen2_moe, mixtral, olmoe, glm4_moe; both: gpt_oss; "
-            "linear attention: qwen3_next, qwen3_5_text, qwen3_5_moe_text; Mamba2: nemotron_h; "
-            "latent attention and a mixture: deepseek_v2, deepseek_v3."
-        ),
-    ] = "qwen3"
-    hidden: Annotated[
-        int, typer.Option(min=1, max=1 << 16, help="Width of the residual stream.")
-    ] = 128
-    layers: Annotated[int, typer.Option(min=1, max=1 << 10, help="Number of decoder layers.")] = 3
-    heads: Annotated[int, typer.Option(min=1, max=_MOST_HEADS, help="Query heads.")] = 8
-    kv_heads: Annotated[int, typer.Option(min=1, max=_MOST_HEADS, help="Key/value heads.")] = 4
-    head_dim: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            max=1 << 12,
-            help="Width of one head; on CPU vLLM has 32, 64, 80, 96, 112, 128 and larger ones.",
-        ),
-    ] = 32
-    intermediate: Annotated[int, typer.Option(min=1, max=_MOST_WIDTH, help="Width of the MLP.")] = (
-        256
-    )
-    vocab: Annotated[
-        int,
-        typer.Option(min=4, max=1 << 20, help="Tokens of the vocabulary; 259 encode any text."),
-    ] = 512
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32"
-    max_position_embeddings: Annotated[
-        int, typer.Option(min=1, max=1 << 24, help="Longest context, tokens.")
-    ] = 2048
-    tie: Annotated[bool, typer.Option(help="Tie the output head to the embeddings.")] = False
-    window: Annotated[int, typer.Option(min=1, max=1 << 24, help="Tokens of a sliding window.")] = (
-        64
-    )
-    linear_heads: Annotated[
-        int,
-        typer.Option(
-            min=1, max=_MOST_HEADS, help="Key heads of linear attention, groups of Mamba2."
-        ),
-    ] = 4
-    experts: Annotated[
-        int, typer.Option(min=1, max=1 << 12, help="Of a mixture, in each layer.")
-    ] = 8
-    experts_per_token: Annotated[int, typer.Option(min=1, max=1 << 12, help="Of a mixture.")] = 2
-    expert_intermediate: Annotated[
-        int, typer.Option(min=1, max=_MOST_WIDTH, help="Width of an expert.")
-    ] = 64
-    # A linear weight has standard deviation gain / sqrt(fan_in), so unit-variance input gives
-    # output of standard deviation gain whatever the width: 0.35 per weight at hidden 128.
-    # Initialisation for training (0.02) leaves logits so flat that float32 rounding can change an
-    # argmax.
-    gain: Annotated[
-        float,
-        typer.Option(
-            min=0,
-            max=1000,
-            help="About the standard deviation of the logits; smaller is flatter.",
-        ),
-    ] = 4.0
-    repeat: Annotated[
-        float,
-        typer.Option(
-            min=0,
-            max=1000,
-            help="How much its text repeats a phrase; 0: never, 1.5: mostly.",
-        ),
-    ] = 0.0
-    phrase: Annotated[int, typer.Option(min=2, max=1 << 16, help="Tokens of that phrase.")] = 16
-    seed: Annotated[int, typer.Option(min=-(2**63), max=2**63 - 1, help="Of the weights.")] = 0
+    Attributes:
+        hidden: width of the residual stream.
+        head_dim: width of one head; vLLM's kernels for CPU take 32, 64, 80, 96, 112, 128 and
+            larger ones.
+        dtype: of the weights: float32, bfloat16 or float16.
+        tie: whether the output head is the embeddings.
+        window: tokens of a sliding window, or of a chunk of attention.
+        linear_heads: key heads of linear attention, groups of Mamba2.
+        experts: of a mixture, in each layer; a token goes to `experts_per_token` of them.
+        gain, repeat, phrase, seed: of the weights (`pat_vllm.doctor.models.Weights`).
+    """
+
+    arch: str = "qwen3"
+    hidden: int = 128
+    layers: int = 3
+    heads: int = 8
+    kv_heads: int = 4
+    head_dim: int = 32
+    intermediate: int = 256
+    vocab: int = 512
+    dtype: str = "float32"
+    max_position_embeddings: int = 2048
+    tie: bool = False
+    window: int = 64
+    linear_heads: int = 4
+    experts: int = 8
+    experts_per_token: int = 2
+    expert_intermediate: int = 64
+    gain: float = Weights.gain
+    repeat: float = Weights.repeat
+    phrase: int = Weights.phrase
+    seed: int = Weights.seed
+
+    @property
+    def weights(self) -> Weights:
+        return Weights(self.gain, self.repeat, self.phrase, self.seed)
 
 
-def fields_of(model: RandomModel) -> dict[str, Any]:
-    """What an architecture's config says beside the sizes that all have. Each part is empty where
-    the architecture has no such layers."""
+def config_of(model: RandomModel) -> dict[str, Any]:
+    """Its config.json. Where the architecture has no layers of some kind, it says nothing of
+    them."""
     return (
-        {"intermediate_size": model.intermediate}
+        {
+            "architectures": [ARCHS[model.arch]],
+            "model_type": model.arch,
+            "dtype": model.dtype,
+            "hidden_size": model.hidden,
+            "num_hidden_layers": model.layers,
+            "num_attention_heads": model.heads,
+            "num_key_value_heads": model.kv_heads,
+            "intermediate_size": model.intermediate,
+            "vocab_size": model.vocab,
+            "max_position_embeddings": model.max_position_embeddings,
+            "tie_word_embeddings": model.tie,
+        }
         | _heads(model)
         | _windows(model)
         | _linear_attention(model)
