@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.engine_closure import ENTRY_POINTS, engine_closure
+
 ROOT = Path(__file__).parents[2]
 
 STAGES = """
@@ -122,3 +124,11 @@ def test_entry_points_lead_somewhere() -> None:
             file = path.joinpath(*module.split("."))
             file = file / "__init__.py" if file.is_dir() else file.with_suffix(".py")
             assert re.search(rf"^(def )?{name}\b", file.read_text(), re.MULTILINE), point
+
+
+def test_what_an_engine_imports_is_counted() -> None:
+    """Each module once, with its package and what functions import."""
+    files = engine_closure()
+    assert {*ENTRY_POINTS, "pat_vllm", "pat_vllm.predictor", "pat_vllm.start.prepare"} <= {*files}
+    assert len({*files.values()}) == len(files)
+    assert {name.split(".")[0] for name in files} == {"pat_vllm"}
