@@ -6,7 +6,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, Self, TypedDict
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BeforeValidator,
@@ -20,7 +20,6 @@ from pydantic import (
 
 from pat_vllm.files.reading import cut, said_of, shown
 from pat_vllm.layout import Layout
-from pat_vllm.models.layer_sizes import fields_of
 from pat_vllm.models.moe_config import MoEConfig, WantedExperts
 from pat_vllm.policy_config import (
     MOST_PROBLEMS,
@@ -33,14 +32,9 @@ from pat_vllm.policy_config import (
     StrictModel,
     Tp,
 )
-from pat_vllm.start.gpus import Link
 
-LAYOUT = "pat_layout"
-"""Of `additional_config`, in a layout's copy of the engine's config: the layout's name."""
-CHOSEN = "pat_chosen"
-"""Of `additional_config`, in an engine's config: what was chosen of its layouts, as `Chosen`."""
 SCHEDULER_CLS = "pat_vllm.scheduler.scheduler.PATScheduler"
-"""Of an engine that runs with PAT."""
+"""vLLM's option in an engine that runs with PAT."""
 
 
 def _none_if_auto(value: Any) -> Any:
@@ -157,6 +151,14 @@ class PATConfig(StrictModel):
             )
         self._check_policy(layouts)
         return layouts
+
+    def default_layout(self, layouts: Sequence[Layout]) -> Layout:
+        """The layout in which an engine of these layouts starts; the base layout comes first."""
+        if not isinstance(self.policy, StaticPolicyConfig) or self.policy.tp is None:
+            return layouts[0]
+        layout = Layout.find(self.policy.tp, layouts)
+        assert layout is not None, "resolve_layouts has checked it"
+        return layout
 
     def check_layouts(self, world_size: int) -> None:
         """Check the layouts as far as that is possible without the model.
@@ -293,67 +295,6 @@ def with_own_files(options: Mapping[str, Any], number: int) -> dict[str, Any]:
 def runs_pat(vllm_config: Any) -> bool:
     """Whether an engine of this config runs with PAT."""
     return bool(vllm_config.scheduler_config.scheduler_cls == SCHEDULER_CLS)
-
-
-def pat_config(vllm_config: Any) -> PATConfig:
-    """The validated PAT options of an engine. Not of a layout, whose config has none."""
-    assert layout_name(vllm_config) is None, "options are the engine's"
-    return PATConfig.parse(_additional(vllm_config).get("pat"))
-
-
-class Chosen(TypedDict, total=False):
-    """What an engine's front end has found when it chose the layouts, for the other processes.
-
-    Attributes:
-        found: how they were chosen, in a line.
-        more_room: options with which a rank has more memory for KV.
-        link: what connects the GPUs, on which limits depend; None: not known.
-    """
-
-    found: str
-    more_room: str
-    link: Link | None
-
-
-def chosen(vllm_config: Any) -> Chosen:
-    """What was found when the engine's layouts were chosen; nothing where they were not."""
-    found: Chosen = _additional(vllm_config).get(CHOSEN, {})
-    return found
-
-
-def _additional(vllm_config: Any) -> Mapping[str, Any]:
-    additional = vllm_config.additional_config
-    return additional if isinstance(additional, Mapping) else {}
-
-
-def layouts_of(vllm_config: Any) -> tuple[Layout, ...]:
-    """The engine's layouts, base layout first."""
-    config = pat_config(vllm_config)
-    ranks = vllm_config.parallel_config.tensor_parallel_size
-    return config.resolve_layouts(ranks, mixture_of(vllm_config))
-
-
-def layout_name(vllm_config: Any) -> str | None:
-    """The layout whose copy of an engine's config this is; None: it is an engine's own."""
-    name: str | None = _additional(vllm_config).get(LAYOUT)
-    return name
-
-
-def mixture_of(vllm_config: Any) -> MoEConfig | None:
-    """The experts of an engine's model; None: it has none."""
-    config = getattr(vllm_config.model_config, "hf_text_config", None)
-    return None if config is None else MoEConfig.from_config(fields_of(config))
-
-
-def default_layout(vllm_config: Any) -> Layout:
-    """The layout in which the engine starts."""
-    layouts = layouts_of(vllm_config)
-    policy = pat_config(vllm_config).policy
-    if not isinstance(policy, StaticPolicyConfig) or policy.tp is None:
-        return layouts[0]
-    layout = Layout.find(policy.tp, layouts)
-    assert layout is not None, "resolve_layouts has checked it"
-    return layout
 
 
 def tp_of(name: LayoutName) -> int:

@@ -84,20 +84,20 @@ def _executor_class(vllm_config: VllmConfig, stock: Callable[[Any], type]) -> ty
         _warn_of_unread_options(vllm_config)
     else:
         check_vllm_version()
-        from pat_vllm.config import layout_name
         from pat_vllm.executor.launcher import prepare_launch
         from pat_vllm.start.prepare import prepare
+        from pat_vllm.start.setup import layout_name
 
         if layout_name(vllm_config) is not None:
             return chosen
-        prepare(vllm_config)
+        setup = prepare(vllm_config)
         end_waits_for_dead_engines()
         let_engine_cores_end()
         interrupt_starts()
         serialize_sends()
         explain_refused_media()
         tell_loggers(_config_for_loggers)
-        prepare_launch(vllm_config, chosen)
+        prepare_launch(vllm_config.parallel_config, setup.options.launcher, chosen)
     return chosen
 
 
@@ -180,8 +180,10 @@ def _config_for_loggers(vllm_config: VllmConfig) -> VllmConfig:
     if not runs_pat(vllm_config):
         return vllm_config
     from pat_vllm.metrics.prometheus import naming_connector
+    from pat_vllm.start.setup import Setup
 
-    return naming_connector(vllm_config)
+    setup = Setup.of(vllm_config)
+    return naming_connector(vllm_config, setup.layouts, setup.default_layout)
 
 
 def check_vllm_version() -> None:

@@ -16,7 +16,6 @@ import cloudpickle
 import vllm.envs as envs
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-from pat_vllm.config import default_layout, layouts_of, pat_config
 from pat_vllm.executor import rpc
 from pat_vllm.executor.lanes import DRAFT_ROWS, EXECUTE, SAMPLE, Lanes, Network
 from pat_vllm.executor.messages import (
@@ -45,6 +44,7 @@ from pat_vllm.patches.dead_engine import (
     let_signals_meet,
     tell_cause_of_death,
 )
+from pat_vllm.start.setup import Setup
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -118,7 +118,8 @@ class PATExecutorMixin(OwnRepliesMixin):
     def _post_init_executor(self) -> None:
         super()._post_init_executor()
         config = self.vllm_config
-        self.layout: Layout = default_layout(config)
+        self.setup = Setup.of(config)
+        self.layout: Layout = self.setup.default_layout
         self._lanes: Lanes | None = None
         self._os_resources = OsResourceCleanup(mq.handle for mq in self.response_mqs)
         self._in_lanes = False
@@ -126,7 +127,7 @@ class PATExecutorMixin(OwnRepliesMixin):
         self._unsampled: list[int] = []
         self._commands: dict[str, Callable[..., Any]] = {}
         self._stale = False
-        self._weight_calls = WeightCalls(pat_config(config).readonly_calls)
+        self._weight_calls = WeightCalls(self.setup.options.readonly_calls)
         _executors[config.instance_id] = self
         end_when_orphaned(self.shutdown)
         tell_cause_of_death()
@@ -137,7 +138,7 @@ class PATExecutorMixin(OwnRepliesMixin):
     def compile_or_warm_up_model(self) -> None:
         """Warm every layout up, then open the lanes: from here on there are steps."""
         super().compile_or_warm_up_model()
-        lanes = Lanes(layouts_of(self.vllm_config), self._network)
+        lanes = Lanes(self.setup.layouts, self._network)
         replies = self.collective_rpc(rpc.OPEN_LANES, args=(lanes.handles(),))
         lanes.connect([handle for handle, _ in replies])
         self._os_resources.add(resources for _, resources in replies)
@@ -292,7 +293,10 @@ class PATExecutorMixin(OwnRepliesMixin):
     # ---------------------------------------------------------------- steps
 
     def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:
-        """Start each replica's step in its own lane. The outputs come from `sample_tokens`."""
+        """Start each replica's step in its own lane (3. in `scheduler/scheduler.py`).
+
+        The outputs come from `sample_tokens`.
+        """
         assert isinstance(scheduler_output, PATSchedulerOutput)
         self._raise_if_failed()
         steps = scheduler_output.steps.values()
@@ -315,7 +319,7 @@ class PATExecutorMixin(OwnRepliesMixin):
         return completed(None if scheduler_output.total_num_scheduled_tokens else [])
 
     def sample_tokens(self, grammar_output: GrammarOutput | None, non_block: bool = False) -> Any:
-        """Sample in the replicas whose steps were started last.
+        """Sample in the replicas whose steps were started last, and wait (4.).
 
         Returns:
             The steps that have finished (`list[StepResult]`), of any replica; at least one,

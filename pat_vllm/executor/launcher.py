@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from pat_vllm.config import layout_name, pat_config
 from pat_vllm.patches.front_end import note_ray_address
+from pat_vllm.start.setup import layout_name, options_of
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig
@@ -20,7 +20,7 @@ def executor_class(vllm_config: VllmConfig) -> type:
     """
     # vLLM asks for the class of a layout's copy of a config, too, but starts nothing with it.
     launches_nothing = layout_name(vllm_config) is not None
-    launcher = "mp" if launches_nothing else pat_config(vllm_config).launcher
+    launcher = "mp" if launches_nothing else options_of(vllm_config).launcher
     if launcher == "auto":
         launcher = "ray" if _in_placement_group(vllm_config.parallel_config) else "mp"
     if launcher == "ray":
@@ -41,14 +41,15 @@ def stock_backend(parallel: ParallelConfig) -> str:
     return "ray" if _in_placement_group(parallel) else "mp"
 
 
-def prepare_launch(vllm_config: VllmConfig, executor: type[Executor]) -> None:
-    """Check an engine's executor class against its options, and note what it needs to start.
+def prepare_launch(
+    parallel: ParallelConfig, launcher: Literal["auto", "mp", "ray"], executor: type[Executor]
+) -> None:
+    """Check an engine's executor class against its `launcher`, and note what it needs to start.
 
     Raises:
         ValueError: the `launcher` option says otherwise, or the placement group does not suit.
     """
-    launcher = pat_config(vllm_config).launcher
-    group = vllm_config.parallel_config.placement_group
+    group = parallel.placement_group
     if isinstance(group, list):
         raise ValueError(
             f"placement_group is a list of {len(group)}, as ROLL gives it to an executor of its "
@@ -64,7 +65,7 @@ def prepare_launch(vllm_config: VllmConfig, executor: type[Executor]) -> None:
         )
     if own == "ray":
         _check_ray()
-        _prepare_ray(vllm_config.parallel_config)
+        _prepare_ray(parallel)
 
 
 def _prepare_ray(parallel: ParallelConfig) -> None:

@@ -8,6 +8,7 @@ that the logger uses: prometheus_client's, which several API servers can share, 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import Counter, Gauge, Histogram
@@ -17,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from pat_vllm.config import default_layout, layouts_of
+from pat_vllm.layout import Layout
 from pat_vllm.metrics.metric_updates import MetricUpdates, updates_of
 from pat_vllm.metrics.names import METRICS, STALL_BUCKETS, known_series
 
@@ -31,6 +32,8 @@ _OPTIONS: dict[type, dict[str, Any]] = {
 }
 _UPDATE: dict[type, str] = {Gauge: "set", Counter: "inc", Histogram: "observe"}
 """What an update does to a series."""
+_LAYOUTS, _DEFAULT_LAYOUT = "pat_layouts", "pat_default_layout"
+"""Keys in the extra config of the connector that loggers see; values are names of layouts."""
 
 
 class PATMetrics(KVConnectorPromMetrics):
@@ -55,13 +58,16 @@ class PATMetrics(KVConnectorPromMetrics):
             for name, (kind, documentation, labels) in METRICS.items()
         }
         self._series: dict[tuple[int, str, tuple[str, ...]], Any] = {}
-        layout, idle = default_layout(vllm_config), MetricUpdates()
+        assert vllm_config.kv_transfer_config is not None
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        layouts = [Layout.parse(name) for name in extra[_LAYOUTS]]
+        layout, idle = Layout.parse(extra[_DEFAULT_LAYOUT]), MetricUpdates()
         idle.state(layout, (0,) * layout.replicas)
         first = idle.take()
         assert first is not None
         for engine_idx in per_engine_labelvalues:
             # A series that began with its first event would hide that event from `rate`.
-            for name, labels in known_series(layouts_of(vllm_config)):
+            for name, labels in known_series(layouts):
                 self._of(engine_idx, name, labels)
             self.observe(first, engine_idx)
 
@@ -89,15 +95,25 @@ class PATStats(KVConnectorStats):
         return True
 
 
-def naming_connector(vllm_config: VllmConfig) -> VllmConfig:
+def naming_connector(
+    vllm_config: VllmConfig, layouts: Iterable[Layout], default_layout: Layout
+) -> VllmConfig:
     """A copy of an engine's config that names PAT's connector, for vLLM's loggers alone.
 
     The engine's own names none: its core and workers make PAT's connector themselves, for switches.
+
+    Args:
+        layouts: the engine's, for whose series the metrics are registered.
+        default_layout: the layout in which it starts.
     """
     config = copy.copy(vllm_config)
     config.kv_transfer_config = KVTransferConfig(
         kv_connector="PATConnector",
         kv_connector_module_path="pat_vllm.kv_transfer.connector",
         kv_role="kv_producer",  # or vLLM adds a gauge, num_requests_kv_fetch_by_stage
+        kv_connector_extra_config={
+            _LAYOUTS: [str(layout) for layout in layouts],
+            _DEFAULT_LAYOUT: str(default_layout),
+        },
     )
     return config

@@ -20,15 +20,12 @@ from vllm.platforms import current_platform
 from vllm.version import __version__ as vllm_version
 
 from pat_vllm import __version__
-from pat_vllm.config import layouts_of
-from pat_vllm.start.limits import limits_by_tp
-from pat_vllm.worker.drafters import history_bytes
-from pat_vllm.worker.layout_config import lengths_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from pat_vllm.executor.messages import ResolvedKernels
+    from pat_vllm.start.setup import Setup
 
 _SIZES = """
     num_hidden_layers hidden_size intermediate_size num_attention_heads num_key_value_heads
@@ -57,7 +54,7 @@ _KERNEL_WORDS = frozenset(
 """Words in the names of vLLM's environment variables that select kernels."""
 
 
-def profile_key(vllm_config: VllmConfig, resolved: ResolvedKernels) -> dict[str, Any]:
+def profile_key(vllm_config: VllmConfig, setup: Setup, resolved: ResolvedKernels) -> dict[str, Any]:
     """The key of an engine's profile: JSON values, without names and paths of this machine.
 
     The same engine has the same key whether its core runs in its caller's process or in its own.
@@ -66,7 +63,6 @@ def profile_key(vllm_config: VllmConfig, resolved: ResolvedKernels) -> dict[str,
         resolved: what the workers chose where `vllm_config` leaves the choice to them.
     """
     model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
-    limits = limits_by_tp(vllm_config)
     compilation, kernels = vllm_config.compilation_config, vllm_config.kernel_config
     assert model is not None
     eager = bool(model.enforce_eager)
@@ -75,7 +71,7 @@ def profile_key(vllm_config: VllmConfig, resolved: ResolvedKernels) -> dict[str,
         "dtype": str(model.dtype).removeprefix("torch."),
         "hardware": hardware(),
         "ranks": vllm_config.parallel_config.tensor_parallel_size,
-        "layouts": [str(layout) for layout in layouts_of(vllm_config)],
+        "layouts": [str(layout) for layout in setup.layouts],
         "weights": resolved.weights,
         "attention_backends": list(resolved.attention),
         "attention": _differences(vllm_config.attention_config),
@@ -84,9 +80,9 @@ def profile_key(vllm_config: VllmConfig, resolved: ResolvedKernels) -> dict[str,
         "moe_backend": kernels.moe_backend,
         "quantization": model.quantization and str(model.quantization),
         "custom_all_reduce": not vllm_config.parallel_config.disable_custom_all_reduce,
-        "max_num_seqs": by_name({tp: limit.max_num_seqs for tp, limit in limits.items()}),
+        "max_num_seqs": by_name({tp: limit.max_num_seqs for tp, limit in setup.limits.items()}),
         "max_num_batched_tokens": by_name(
-            {tp: limit.max_num_batched_tokens for tp, limit in limits.items()}
+            {tp: limit.max_num_batched_tokens for tp, limit in setup.limits.items()}
         ),
         "max_model_len": model.max_model_len,
         "block_size": vllm_config.cache_config.block_size,
@@ -111,9 +107,9 @@ def profile_key(vllm_config: VllmConfig, resolved: ResolvedKernels) -> dict[str,
         key["speculation"] = {
             "method": speculative.method,
             "prompt_lookup": [speculative.prompt_lookup_min, speculative.prompt_lookup_max],
-            "draft_lengths": list(lengths_of(speculative)),
+            "draft_lengths": list(setup.draft_lengths),
             "rejection_sample_method": speculative.rejection_sample_method,
-            "earlier_responses": bool(history_bytes(vllm_config)),
+            "earlier_responses": bool(setup.history_bytes),
         }
     if current_platform.is_cpu():
         key["threads"] = {name: os.environ.get(name) for name in _THREADS}

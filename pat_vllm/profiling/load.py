@@ -7,14 +7,13 @@ idle.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
-from pat_vllm.config import layouts_of
 from pat_vllm.layout import Layout
 from pat_vllm.models.layer_sizes import routing_of
 from pat_vllm.profile import Profile
@@ -23,8 +22,7 @@ from pat_vllm.profiling.grid import EngineLimits, Plan
 from pat_vllm.profiling.key import by_name, profile_key, title
 from pat_vllm.profiling.quality import REMEDY, problems
 from pat_vllm.profiling.runner import Profiler
-from pat_vllm.start.limits import limits_by_tp
-from pat_vllm.worker.layout_config import block_ratio, kinds_of, lengths_of
+from pat_vllm.worker.layout_config import block_ratio, kinds_of
 from pat_vllm.worker.synthetic import FIRST_BLOCK
 
 if TYPE_CHECKING:
@@ -79,7 +77,7 @@ def _measure_at_start(
     seconds_to_make: Callable[[Layout], float],
 ) -> Profile:
     begun = time.perf_counter()
-    plan = Plan.of(engine_limits(executor.vllm_config, kv_cache_config))
+    plan = Plan.of(engine_limits(executor, kv_cache_config))
     samples = Profiler(executor, plan, seconds_to_make).run()
     profile = _profile(header, samples, "quick profile at an engine's start")
     defects = problems(profile.steps, samples.skipped, len(plan.points))
@@ -128,7 +126,7 @@ def measure(
     Returns:
         Plain values: the `profile`, and its `problems` in words.
     """
-    plan = Plan.of(engine_limits(executor.vllm_config, kv_cache_config), seconds)
+    plan = Plan.of(engine_limits(executor, kv_cache_config), seconds)
     header = profile_header(executor, kv_cache_config)
     try:
         samples = Profiler(executor, plan, seconds_to_make, switch_id).run()
@@ -145,10 +143,10 @@ def measure(
     }
 
 
-def engine_limits(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> EngineLimits:
+def engine_limits(executor: PATExecutorMixin, kv_cache_config: KVCacheConfig) -> EngineLimits:
     """What an engine can be asked to do; `kv_cache_config` is the base layout's."""
-    layouts = layouts_of(vllm_config)
-    limits, model = limits_by_tp(vllm_config), vllm_config.model_config
+    vllm_config, setup = executor.vllm_config, executor.setup
+    layouts, limits, model = setup.layouts, setup.limits, vllm_config.model_config
     assert model is not None
     kinds = kinds_of(kv_cache_config, layouts[0], model.get_total_num_kv_heads())
     return EngineLimits(
@@ -162,18 +160,21 @@ def engine_limits(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> En
             - FIRST_BLOCK
             for layout in layouts
         },
-        draft_lengths=_draft_lengths(vllm_config),
+        draft_lengths=_draft_lengths(vllm_config, setup.draft_lengths),
         misses=not vllm_config.use_v2_model_runner,
     )
 
 
-def _draft_lengths(vllm_config: VllmConfig) -> tuple[int, ...]:
-    """Those to measure. None with "ngram_gpu" on Model Runner V1: before a step it drops the drafts
-    that it did not find itself, so that it cannot be told how many to verify."""
+def _draft_lengths(vllm_config: VllmConfig, kept: Sequence[int]) -> tuple[int, ...]:
+    """The draft lengths to measure.
+
+    None with "ngram_gpu" on Model Runner V1: before a step it drops the drafts that it did
+    not find itself, so that it cannot be told how many to verify.
+    """
     config = vllm_config.speculative_config
     if config is None or (config.use_ngram_gpu() and not vllm_config.use_v2_model_runner):
         return ()
-    return tuple(length for length in lengths_of(config) if length)
+    return tuple(length for length in kept if length)
 
 
 def profile_header(executor: PATExecutorMixin, kv_cache_config: KVCacheConfig) -> dict[str, Any]:
@@ -182,8 +183,8 @@ def profile_header(executor: PATExecutorMixin, kv_cache_config: KVCacheConfig) -
     What is sent to a front end compares equal to what is read from a file.
     """
     vllm_config = executor.vllm_config
-    limits = engine_limits(vllm_config, kv_cache_config)
-    key = profile_key(vllm_config, executor.resolved_kernels())
+    limits = engine_limits(executor, kv_cache_config)
+    key = profile_key(vllm_config, executor.setup, executor.resolved_kernels())
     base = limits.layouts[0]
     assert vllm_config.model_config is not None
     routing = routing_of(vllm_config.model_config.hf_text_config.to_dict())

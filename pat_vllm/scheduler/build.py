@@ -5,9 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pat_vllm.config import chosen, default_layout, layouts_of, pat_config
 from pat_vllm.drafts.history_file import HistoryFile
-from pat_vllm.executor.executor import executor_of
 from pat_vllm.metrics.metric_updates import MetricUpdates
 from pat_vllm.predictor.cost import CostModel
 from pat_vllm.profiling.load import load_or_measure
@@ -21,8 +19,6 @@ from pat_vllm.scheduler.replica_set import ReplicaSet
 from pat_vllm.scheduler.requests import RequestTable
 from pat_vllm.scheduler.speculation import DraftLengths, lengths_to_plan
 from pat_vllm.scheduler.turns import Turns
-from pat_vllm.start.limits import limits_by_tp
-from pat_vllm.worker.drafters import history_bytes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -30,10 +26,15 @@ if TYPE_CHECKING:
 
     from pat_vllm.executor.executor import PATExecutorMixin
     from pat_vllm.layout import Layout
+    from pat_vllm.start.setup import Setup
 
 
 def build(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, log_stats: bool, **stock: Any
+    vllm_config: VllmConfig,
+    executor: PATExecutorMixin,
+    kv_cache_config: KVCacheConfig,
+    log_stats: bool,
+    **stock: Any,
 ) -> tuple[ReplicaSet, LayoutController, Monitor]:
     """Make them. Takes a profile first if the policy needs one and none is kept.
 
@@ -42,9 +43,9 @@ def build(
         log_stats: whether vLLM keeps statistics.
         stock: what else goes to vLLM's scheduler as it is.
     """
-    config, layouts = pat_config(vllm_config), layouts_of(vllm_config)
-    executor = executor_of(vllm_config)
-    factory = ReplicaFactory(vllm_config, layouts[0], kv_cache_config, log_stats=log_stats, **stock)
+    setup, speculative = executor.setup, vllm_config.speculative_config
+    config, layouts = setup.options, setup.layouts
+    factory = ReplicaFactory(vllm_config, setup, kv_cache_config, log_stats=log_stats, **stock)
     kv_bytes = sum(kind.token_bytes for kind in factory.kinds)
     costs = CostModel(config.kv_transfer, *_carry_rates(executor, kv_bytes), factory.kinds)
     assert vllm_config.model_config is not None
@@ -57,42 +58,41 @@ def build(
         ),
         costs,
         bound=max_model_len,
-        draft_lengths=lengths_to_plan(vllm_config.speculative_config),
+        draft_lengths=lengths_to_plan(speculative, setup.draft_lengths),
     )
     for layout in layouts:
         factory.discard(factory.make(layout))  # the first switch finds block pools, too
-    draft_rows = _draft_rows(vllm_config)
+    draft_rows = _draft_rows(setup, vllm_config.model_config.get_vocab_size())
     if draft_rows.salt:
         executor.reseed(draft_rows.salt)
     monitor = Monitor(
         policy,
-        EngineHistory(chosen(vllm_config).get("found", "")),
+        EngineHistory(setup.chosen.get("found", "")),
         RequestTable(max_model_len, getattr(config.policy, "length_bound", None)),
-        speculates=vllm_config.speculative_config is not None,
+        speculates=speculative is not None,
         turns=Turns(stock["hash_block_size"] or stock["block_size"]),
         draft_rows=draft_rows,
         metrics=MetricUpdates() if log_stats else None,
     )
     replica_set = ReplicaSet(
-        default_layout(vllm_config),
+        setup.default_layout,
         factory=factory,
         executor=executor,
         monitor=monitor,
         depth=2 if vllm_config.scheduler_config.async_scheduling else 1,
     )
-    drafts = DraftLengths(vllm_config.speculative_config, lambda: policy.drafts)
+    drafts = DraftLengths(speculative, setup.draft_lengths, lambda: policy.drafts)
     controller = LayoutController(replica_set, monitor, costs, drafts, layouts)
     return replica_set, controller, monitor
 
 
-def _draft_rows(vllm_config: VllmConfig) -> DraftRows:
-    file = pat_config(vllm_config).draft_history_file
-    assert vllm_config.model_config is not None
+def _draft_rows(setup: Setup, vocab_size: int) -> DraftRows:
+    file = setup.options.draft_history_file
     return DraftRows(
-        history_bytes(vllm_config),
-        layouts_of(vllm_config)[0].world_size,
-        max(limits.max_num_seqs for limits in limits_by_tp(vllm_config).values()),
-        HistoryFile(Path(file) if file else None, vllm_config.model_config.get_vocab_size()),
+        setup.history_bytes,
+        setup.base.world_size,
+        setup.max_num_seqs,
+        HistoryFile(Path(file) if file else None, vocab_size),
     )
 
 

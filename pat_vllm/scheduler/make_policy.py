@@ -45,8 +45,8 @@ def make_policy(
         return layout
 
     match config.policy:
-        case StaticPolicyConfig(tp=tp):
-            return StayPolicy(default_layout=layouts[0] if tp is None else named(tp))
+        case StaticPolicyConfig():
+            return StayPolicy(default_layout=config.default_layout(layouts))
         case SchedulePolicyConfig(switch_at=switch_at, num_speculative_tokens=drafts):
             return SchedulePolicy(
                 default_layout=layouts[0],

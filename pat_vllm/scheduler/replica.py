@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from pat_vllm.kv_transfer.connector import PATConnector
     from pat_vllm.models.kinds import Kinds
+    from pat_vllm.start.setup import Setup
 
 
 class Replica:
@@ -144,19 +145,19 @@ class ReplicaFactory:
     """
 
     def __init__(
-        self, vllm_config: VllmConfig, base: Layout, kv_cache_config: KVCacheConfig, **stock: Any
+        self, vllm_config: VllmConfig, setup: Setup, kv_cache_config: KVCacheConfig, **stock: Any
     ) -> None:
         """`kv_cache_config` is the base layout's; `stock` goes to vLLM's scheduler as it is."""
         quiet_connectors()
         self._vllm_config = vllm_config
-        self._base = base
+        self._setup = setup
         self._base_kv_cache = kv_cache_config
         self._stock = stock
         self._configs: dict[Layout, tuple[VllmConfig, KVCacheConfig]] = {}
         self._pools = BlockPools()
         assert vllm_config.model_config is not None
         num_kv_heads = vllm_config.model_config.get_total_num_kv_heads()
-        self.kinds = kinds_of(kv_cache_config, base, num_kv_heads)
+        self.kinds = kinds_of(kv_cache_config, setup.base, num_kv_heads)
 
     def make(self, layout: Layout) -> list[Replica]:
         """The replicas of `layout`, without requests."""
@@ -197,9 +198,9 @@ class ReplicaFactory:
 
     def _configure(self, layout: Layout) -> tuple[VllmConfig, KVCacheConfig]:
         kv_cache_config = layout_kv_cache_config(
-            self._base_kv_cache, layout, self._base, self.kinds
+            self._base_kv_cache, layout, self._setup.base, self.kinds
         )
-        config = layout_config(self._vllm_config, layout)
+        config = layout_config(self._vllm_config, self._setup, layout)
         config.cache_config.num_gpu_blocks = kv_cache_config.num_blocks
         # The class that stock vLLM would choose.
         config.scheduler_config.scheduler_cls = None  # of the layout's own copy

@@ -1,4 +1,18 @@
-"""PATScheduler: a scheduler of schedulers, one stock vLLM scheduler per replica."""
+"""A scheduler of schedulers, one stock vLLM scheduler per replica.
+
+An engine step, as vLLM's `EngineCore.step` makes it of calls to the scheduler and the executor:
+
+    schedule            1. switch   to another layout, if that is due
+                        2. start    a step in every replica that is ready for one
+    execute_model       3. send     each step down its replica's lane to the workers
+    get_grammar_bitmask             (with the grammars' bitmasks, by sample_tokens)
+                        4. wait     until a step has finished, whichever engine step started it
+    update_from_output  5. finish   each of these in its replica's scheduler, and tell the monitor
+                        6. merge    the outputs of all replicas, by client
+
+`execute_model` and `sample_tokens` are `PATExecutor`'s. Replicas are not in lockstep: while one has
+a long prefill in flight, the others go on.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +23,12 @@ from typing import TYPE_CHECKING, Any
 from vllm.multimodal import MULTIMODAL_REGISTRY, MultiModalRegistry
 from vllm.v1.core.sched.interface import PauseState, SchedulerInterface
 
+from pat_vllm.executor.executor import executor_of
 from pat_vllm.executor.messages import PATGrammarOutput, PATSchedulerOutput
 from pat_vllm.patches.schedulers import make_room_for_grammars
 from pat_vllm.scheduler.build import build
 from pat_vllm.scheduler.commands import register_commands
 from pat_vllm.scheduler.stats import merge_stats, send_metrics, whole_engine
-from pat_vllm.start.limits import limits_by_tp
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -52,10 +66,11 @@ class PATScheduler(SchedulerInterface):
         # vLLM's engine core reads these two. The replicas' connectors serve switches only.
         self.connector = None
         self.ec_connector = None
-        most = max(limits.max_num_seqs for limits in limits_by_tp(vllm_config).values())
-        make_room_for_grammars(structured_output_manager, most)
+        executor = executor_of(vllm_config)
+        make_room_for_grammars(structured_output_manager, executor.setup.max_num_seqs)
         self.replica_set, self.controller, self.monitor = build(
             vllm_config,
+            executor,
             kv_cache_config,
             log_stats,
             structured_output_manager=structured_output_manager,
@@ -70,8 +85,34 @@ class PATScheduler(SchedulerInterface):
 
     def schedule(self, throttle_prefills: bool = False) -> PATSchedulerOutput:
         """Switch if that is due, then start a step in every replica that is ready for one."""
+        # 1. Switch.
         self.controller.before_step()
+
+        # 2. Start. 3. and 4. are the executor's.
         return self.replica_set.schedule(throttle_prefills)
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: Any
+    ) -> dict[int, EngineCoreOutputs]:
+        """Update the replicas whose steps have finished, whichever engine step started them.
+
+        Args:
+            scheduler_output: not used: the finished steps may belong to earlier outputs.
+            model_runner_output: `list[StepResult]` from the executor.
+        """
+        # 5. Finish.
+        self.replica_set.finish(model_runner_output)
+
+        # 6. Merge.
+        outputs = self.replica_set.take_outputs()
+        for output in outputs.values():
+            if output.scheduler_stats is not None:
+                whole_engine(output.scheduler_stats, self)  # its gauges are one replica's
+        if self.monitor.metrics is not None:
+            num_seqs = [replica.num_seqs for replica in self._replicas]
+            self.monitor.metrics.state(self.replica_set.layout, num_seqs)
+            send_metrics(self.monitor.metrics, outputs, self.make_stats)
+        return outputs
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
         assert isinstance(scheduler_output, PATSchedulerOutput)
@@ -86,26 +127,6 @@ class PATScheduler(SchedulerInterface):
         if not of_replica:
             return None
         return PATGrammarOutput([], None, of_replica=of_replica)  # type: ignore[arg-type]
-
-    def update_from_output(
-        self, scheduler_output: SchedulerOutput, model_runner_output: Any
-    ) -> dict[int, EngineCoreOutputs]:
-        """Update the replicas whose steps have finished, whichever engine step started them.
-
-        Args:
-            scheduler_output: not used: the finished steps may belong to earlier outputs.
-            model_runner_output: `list[StepResult]` from the executor.
-        """
-        self.replica_set.finish(model_runner_output)
-        outputs = self.replica_set.take_outputs()
-        for output in outputs.values():
-            if output.scheduler_stats is not None:
-                whole_engine(output.scheduler_stats, self)  # its gauges are one replica's
-        if self.monitor.metrics is not None:
-            num_seqs = [replica.num_seqs for replica in self._replicas]
-            self.monitor.metrics.state(self.replica_set.layout, num_seqs)
-            send_metrics(self.monitor.metrics, outputs, self.make_stats)
-        return outputs
 
     # ---------------------------------------------------------------- requests
 

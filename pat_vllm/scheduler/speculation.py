@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
-from pat_vllm.worker.layout_config import lengths_of
-
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig
 
@@ -18,11 +16,15 @@ if TYPE_CHECKING:
     from pat_vllm.scheduler.replica import Replica
 
 
-def lengths_to_plan(config: SpeculativeConfig | None) -> tuple[int, ...]:
-    """The draft lengths among which the policy may choose: only 0 where a user's table holds."""
+def lengths_to_plan(config: SpeculativeConfig | None, kept: Sequence[int]) -> Sequence[int]:
+    """The draft lengths among which the policy may choose: only 0 where a user's table holds.
+
+    Args:
+        kept: those that the engine keeps ready.
+    """
     if config is None or config.num_speculative_tokens_per_batch_size is not None:
         return (0,)
-    return lengths_of(config)
+    return kept
 
 
 class DraftLengths:
@@ -34,10 +36,14 @@ class DraftLengths:
     def __init__(
         self,
         config: SpeculativeConfig | None,
+        allowed: Sequence[int],
         of_policy: Callable[[], Mapping[Layout, Schedule]],
     ) -> None:
-        """`of_policy` gives `Policy.drafts`; other layouts are as `config` says."""
-        self.allowed = () if config is None else lengths_of(config)
+        """Keep to the `allowed` lengths, which the engine has ready.
+
+        `of_policy` gives `Policy.drafts`; other layouts are as `config` says.
+        """
+        self.allowed = tuple(allowed)
         self._config = config
         self._of_policy = of_policy
         self._asked: queue.SimpleQueue[int | None] = queue.SimpleQueue()

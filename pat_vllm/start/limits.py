@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from pat_vllm.config import PATConfig, chosen, layouts_of, pat_config
+from pat_vllm.config import PATConfig
 from pat_vllm.layout import Layout
 from pat_vllm.start.gpus import Link
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 MOST_SEQS = 1024
 """Requests beyond which a replica's limit does not grow with its ranks.
@@ -75,20 +70,3 @@ def narrower_limit(given: int | None, layout: Layout, limit: int, config: PATCon
     if given is None:
         return None
     return min(given * (layout.tp if config.limits_per == "rank" else 1), limit)
-
-
-def limits_of(vllm_config: VllmConfig, layout: Layout) -> Limits:
-    """The limits of a layout, by the config of its engine."""
-    scheduler = vllm_config.scheduler_config
-    return layout_limits(
-        layout,
-        Limits(scheduler.max_num_seqs, scheduler.max_num_batched_tokens),
-        pat_config(vllm_config),
-        tokens_per_seq=1 + vllm_config.num_speculative_tokens,
-        link=chosen(vllm_config).get("link"),
-    )
-
-
-def limits_by_tp(vllm_config: VllmConfig) -> Mapping[int, Limits]:
-    """Those of each of an engine's layouts, by tp."""
-    return {layout.tp: limits_of(vllm_config, layout) for layout in layouts_of(vllm_config)}

@@ -10,15 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pat_vllm.advice.lengths import expected_load
-from pat_vllm.config import (
-    CHOSEN,
-    SCHEDULER_CLS,
-    Chosen,
-    chosen,
-    layouts_of,
-    mixture_of,
-    pat_config,
-)
+from pat_vllm.config import SCHEDULER_CLS, PATConfig
 from pat_vllm.layout import Layout
 from pat_vllm.models.layer_sizes import fields_of, linear_heads
 from pat_vllm.models.model_rules import refusal
@@ -27,7 +19,7 @@ from pat_vllm.profile import Profile
 from pat_vllm.start.buffers import EngineShape
 from pat_vllm.start.found_device import found_device
 from pat_vllm.start.refused import RUN_BY_TRITON, unsupported
-from pat_vllm.worker.layout_config import lengths_of, resolve_weights
+from pat_vllm.start.setup import CHOSEN, Chosen, Setup, mixture_of, options_of, resolve_weights
 
 logger = logging.getLogger(__name__)
 
@@ -41,20 +33,35 @@ WORKER_CLS = {
 """PAT's worker class for each of vLLM's own."""
 
 
-def prepare(vllm_config: VllmConfig) -> None:
-    """Check a config for PAT and put PAT's worker and scheduler in. Idempotent.
+def prepare(vllm_config: VllmConfig) -> Setup:
+    """Check a config for PAT and put PAT's choices, worker and scheduler in. Idempotent.
+
+    Returns:
+        What the options come to, as the engine's other processes will find it.
 
     Raises:
         ValueError: an option that PAT does not support; names it, its value and the way out.
     """
     if problems := unsupported(vllm_config):
         raise ValueError(refusal(problems))
-    _choose_experts(vllm_config)
-    _check_profile(pat_config(vllm_config).policy)
-    _choose_layouts(vllm_config)
-    _check_heads(vllm_config, layouts_of(vllm_config))
-    _check_draft_lengths(vllm_config)
+    options = _choose_experts(vllm_config, options_of(vllm_config))
+    _check_profile(options.policy)
+    _choose_layouts(vllm_config, options)
+    setup = Setup.of(vllm_config)
+    _check_heads(vllm_config, setup.layouts)
+    _check_draft_lengths(setup)
+    _put_in_classes(vllm_config)
+    _choose_attention_backend(vllm_config.attention_config)
+    _hash_blocks_alone(vllm_config.speculative_config)
+    return setup
 
+
+def _put_in_classes(vllm_config: VllmConfig) -> None:
+    """Have vLLM make PAT's workers and scheduler.
+
+    Raises:
+        ValueError: the user has named classes, or PAT does not run on this platform.
+    """
     parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
     if parallel.worker_cls not in WORKER_CLS.values():
         stock = _platform_worker() if parallel.worker_cls == "auto" else parallel.worker_cls
@@ -71,8 +78,6 @@ def prepare(vllm_config: VllmConfig) -> None:
             f"{scheduler.scheduler_cls!r} is set; leave it unset"
         )
     scheduler.scheduler_cls = SCHEDULER_CLS
-    _choose_attention_backend(vllm_config.attention_config)
-    _hash_blocks_alone(vllm_config.speculative_config)
 
 
 def _hash_blocks_alone(speculative: SpeculativeConfig | None) -> None:
@@ -97,9 +102,12 @@ def _choose_attention_backend(attention: AttentionConfig) -> None:
         attention.backend = AttentionBackendEnum.TRITON_ATTN
 
 
-def _choose_experts(vllm_config: VllmConfig) -> None:
-    """Of a mixture, keep one kind of layout where each has a copy of the weights, and take kernels
+def _choose_experts(vllm_config: VllmConfig, options: PATConfig) -> PATConfig:
+    """Keep one kind of a mixture's layouts where each has a copy of the weights, and take kernels
     that run experts as they lie.
+
+    Returns:
+        The options with that choice.
 
     Raises:
         ValueError: the platform's kernels for packed experts cannot run spread ones.
@@ -107,13 +115,13 @@ def _choose_experts(vllm_config: VllmConfig) -> None:
     from vllm.platforms import current_platform
 
     if mixture_of(vllm_config) is None:
-        return
-    if resolve_weights(vllm_config) == "materialized":
-        if (experts := pat_config(vllm_config).experts) == "auto":
-            _set_options(vllm_config, {"experts": "tp"})
-        elif experts != "tp" and current_platform.is_cpu():
+        return options
+    if resolve_weights(vllm_config, options) == "materialized":
+        if options.experts == "auto":
+            options = _set_options(vllm_config, {"experts": "tp"})
+        elif options.experts != "tp" and current_platform.is_cpu():
             raise ValueError(
-                f"pat.experts is {experts!r}, but vLLM's CPU kernels, which "
+                f"pat.experts is {options.experts!r}, but vLLM's CPU kernels, which "
                 "pat.weights='materialized' packs experts for, run only cut ones; set "
                 "pat.weights='inplace' or pat.experts='tp'"
             )
@@ -130,30 +138,31 @@ def _choose_experts(vllm_config: VllmConfig) -> None:
         )
     if kernels.moe_backend in ("auto", *RUN_BY_TRITON):
         kernels.moe_backend = own  # type: ignore[assignment]
+    return options
 
 
-def _choose_layouts(vllm_config: VllmConfig) -> None:
+def _choose_layouts(vllm_config: VllmConfig, options: PATConfig) -> None:
     """Put the layouts that the engine keeps ready in its options, where other processes find them,
     and say which."""
     model = vllm_config.model_config
-    if model is None or chosen(vllm_config):
+    if model is None or CHOSEN in (vllm_config.additional_config or {}):
         return
     import torch
 
     assert isinstance(model.dtype, torch.dtype)  # a name until it is resolved
     from pat_vllm.start.choice import choose
 
-    pinned = _pin_layout(vllm_config)
-    shape, pat = _engine_shape(vllm_config), pat_config(vllm_config)
+    options, pinned = _pin_layout(vllm_config, options)
+    shape = _engine_shape(vllm_config, options)
     ranks = vllm_config.parallel_config.tensor_parallel_size
     choice = choose(
         fields_of(model.hf_text_config),
-        pat,
+        options,
         shape,
         ranks,
         found_device(ranks),
         dtype_bytes=model.dtype.itemsize,
-        load=expected_load(pat, shape, ranks),
+        load=expected_load(options, shape, ranks),
     )
     found = "; ".join(filter(None, (pinned + choice.found, choice.warning)))
     told = Chosen(found=found, more_room=choice.more_room, link=choice.link)
@@ -163,34 +172,42 @@ def _choose_layouts(vllm_config: VllmConfig) -> None:
         logger.warning("PAT: %s", choice.warning)
 
 
-def _pin_layout(vllm_config: VllmConfig) -> str:
-    """With vLLM's batch invariance, have one layout. Say so; return it in a few words, or ""."""
+def _pin_layout(vllm_config: VllmConfig, options: PATConfig) -> tuple[PATConfig, str]:
+    """With vLLM's batch invariance, have one layout, and say so.
+
+    Returns:
+        The options, and in a few words why they have changed; "" where they have not.
+    """
     import vllm.envs as envs
 
     if not envs.VLLM_BATCH_INVARIANT:
-        return ""
+        return options, ""
     ranks = vllm_config.parallel_config.tensor_parallel_size
-    options = pat_config(vllm_config).pinned(ranks)
-    _set_options(vllm_config, options)
+    options = _set_options(vllm_config, options.pinned(ranks))
     logger.warning(
         "PAT: VLLM_BATCH_INVARIANT=1 pins tp=%s: another layout would sum in another order. The "
         "engine does not switch, and drafts from no earlier responses. Set pat.policy to "
         "{'kind': 'static', 'tp': T} for another layout, or VLLM_BATCH_INVARIANT=0 to switch",
-        options["base_tp"],
+        options.base_tp,
     )
-    return "pinned by VLLM_BATCH_INVARIANT=1: "
+    return options, "pinned by VLLM_BATCH_INVARIANT=1: "
 
 
-def _set_options(vllm_config: VllmConfig, pat: dict[str, Any], **others: Any) -> None:
-    """Replace options of PAT's, and add other entries of `additional_config`."""
+def _set_options(vllm_config: VllmConfig, pat: dict[str, Any], **others: Any) -> PATConfig:
+    """Replace options of PAT's, and add other entries of `additional_config`.
+
+    Returns:
+        The options as they are now.
+    """
     options = vllm_config.additional_config or {}
     assert isinstance(options, dict)
     own = {**(options.get("pat") or {}), **pat}
     vllm_config.additional_config = {**options, "pat": own, **others}
+    return options_of(vllm_config)
 
 
-def _engine_shape(vllm_config: VllmConfig) -> EngineShape:
-    """Of an engine whose layouts are not chosen yet."""
+def _engine_shape(vllm_config: VllmConfig, options: PATConfig) -> EngineShape:
+    """What the memory of an engine depends on, whose layouts are not chosen yet."""
     from vllm.platforms import current_platform
 
     cache, scheduler = vllm_config.cache_config, vllm_config.scheduler_config
@@ -207,8 +224,8 @@ def _engine_shape(vllm_config: VllmConfig) -> EngineShape:
         kv_cache_memory_bytes=cache.kv_cache_memory_bytes,
         enforce_eager=model.enforce_eager,
         runner="V2" if vllm_config.use_v2_model_runner else "V1",
-        weights=resolve_weights(vllm_config),
-        migrates=pat_config(vllm_config).kv_transfer != "recompute",
+        weights=resolve_weights(vllm_config, options),
+        migrates=options.kv_transfer != "recompute",
         attention="CPU_ATTN" if on_cpu else "FLASHINFER" if flashinfer else "FLASH_ATTN",
         num_speculative_tokens=vllm_config.num_speculative_tokens,
     )
@@ -237,15 +254,14 @@ def _platform_worker() -> str:
     )
 
 
-def _check_draft_lengths(vllm_config: VllmConfig) -> None:
-    policy, speculative = pat_config(vllm_config).policy, vllm_config.speculative_config
+def _check_draft_lengths(setup: Setup) -> None:
+    policy, allowed = setup.options.policy, setup.draft_lengths
     if not isinstance(policy, SchedulePolicyConfig) or not policy.num_speculative_tokens:
         return
-    if speculative is None:
+    if not allowed:
         raise ValueError(
             "pat.policy.num_speculative_tokens is set, but the engine has no speculative_config"
         )
-    allowed = lengths_of(speculative)
     for tp, length in policy.num_speculative_tokens.items():
         if length not in allowed:
             raise ValueError(

@@ -8,26 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pat_vllm.config import pat_config
 from pat_vllm.patches.drafts import use_drafter
 from pat_vllm.patches.runners import is_v2
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
 
     from pat_vllm.drafts.shelf import Shelf
-
-
-def history_bytes(vllm_config: VllmConfig) -> int:
-    """Bytes of earlier responses that an engine keeps for its drafters; 0: they look into none.
-
-    Model Runner V1's "ngram_gpu" is vLLM's own in any case.
-    """
-    speculative, v2 = vllm_config.speculative_config, vllm_config.use_v2_model_runner
-    if speculative is not None and (speculative.method == "ngram" or v2):
-        return pat_config(vllm_config).draft_history_bytes
-    return 0
 
 
 def forget_texts(runner: RunnerV2) -> None:

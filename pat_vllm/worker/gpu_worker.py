@@ -84,12 +84,13 @@ class PATGPUWorker(PATWorkerMixin, MakesModelRunner, Worker):
     def determine_available_memory(self) -> int:
         """As in vLLM, with what every layout takes to run, and with room for switches."""
         runtimes = list(self._runtimes.values())
+        more_room = self._setup.chosen.get("more_room", "")
         if len(runtimes) == 1:
             return super().determine_available_memory()
         # The base layout comes last, because vLLM logs what it measured last.
         measured = [self._measure(runtime) for runtime in reversed(runtimes)]
         if self.cache_config.kv_cache_memory_bytes:
-            check_room(self._base, measured[-1].available, self._more_room)
+            check_room(self._base, measured[-1].available, more_room)
             return measured[-1].available
         buffers, workspace = measure_buffers(runtimes, self._enter)
         graphs = [0]
@@ -99,11 +100,12 @@ class PATGPUWorker(PATWorkerMixin, MakesModelRunner, Worker):
         # vLLM logs them beside what the base layout's graphs come to.
         self.cudagraph_memory_estimate = graphs[0]
         self.peak_activation_memory += graphs[0]
-        staged = staged_by_switches(self._runtimes) if self._migrates else 0.0
+        migrates = self._setup.options.kv_transfer != "recompute"
+        staged = staged_by_switches(self._runtimes) if migrates else 0.0
         self.available_kv_cache_memory_bytes = kv_cache_bytes(
             measured, sum(graphs), buffers, staged
         )
-        check_room(self._base, self.available_kv_cache_memory_bytes, self._more_room)
+        check_room(self._base, self.available_kv_cache_memory_bytes, more_room)
         return self.available_kv_cache_memory_bytes
 
     @cached_property

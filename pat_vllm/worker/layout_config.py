@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import copy
 import os
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from pat_vllm.config import CHOSEN, LAYOUT, layouts_of, pat_config
 from pat_vllm.layout import Layout
 from pat_vllm.models.kinds import Kinds, StateKind, class_of, served
-from pat_vllm.predictor.draft_schedule import draft_lengths, every_length
-from pat_vllm.start.limits import limits_of, narrower_limit
+from pat_vllm.predictor.draft_schedule import every_length
+from pat_vllm.start.limits import narrower_limit
+from pat_vllm.start.setup import CHOSEN, LAYOUT, Setup
 
 if TYPE_CHECKING:
     from vllm.config import SchedulerConfig, SpeculativeConfig, VllmConfig
@@ -29,7 +29,9 @@ layer takes the same bytes with either.
 """
 
 
-def layout_config(vllm_config: VllmConfig, layout: Layout, rank: int = 0) -> VllmConfig:
+def layout_config(
+    vllm_config: VllmConfig, setup: Setup, layout: Layout, rank: int = 0
+) -> VllmConfig:
     """The config of a static vLLM engine with this layout's tensor parallelism.
 
     vLLM's own code, given this config and the layout's TP group, builds the model, the attention
@@ -43,7 +45,7 @@ def layout_config(vllm_config: VllmConfig, layout: Layout, rank: int = 0) -> Vll
     config.parallel_config.enable_expert_parallel = layout.experts == "ep"
     # Tells replicas apart where vLLM names ranks: compile caches, senders of weights.
     config.parallel_config.data_parallel_index = layout.replica_of(rank)
-    config.additional_config = _of_code(vllm_config, layout)
+    config.additional_config = _of_code(vllm_config, setup, layout)
     config.compilation_config = copy.deepcopy(vllm_config.compilation_config)
     config.compilation_config.static_forward_context = {}
     config.compilation_config.static_all_moe_layers = []
@@ -53,19 +55,19 @@ def layout_config(vllm_config: VllmConfig, layout: Layout, rank: int = 0) -> Vll
         config.compilation_config.cache_dir = folder
     if config.compilation_config.debug_dump_path is not None:
         config.compilation_config.debug_dump_path /= str(layout)
-    config.scheduler_config = _scheduler_config(vllm_config, layout)
+    config.scheduler_config = _scheduler_config(vllm_config.scheduler_config, setup, layout)
     _resize_compile_ranges(config, vllm_config)
     _resize_cuda_graphs(config, vllm_config)
     if vllm_config.speculative_config is not None:
-        _make_speculative(config, vllm_config.speculative_config)
-        _capture_every_draft_length(config, vllm_config)
-    _limit_cuda_graphs(config, pat_config(vllm_config).largest_batch(layout))
+        _make_speculative(config, vllm_config.speculative_config, setup.draft_lengths)
+        _capture_every_draft_length(config, vllm_config, setup.draft_lengths)
+    _limit_cuda_graphs(config, setup.options.largest_batch(layout))
     config.cache_config = copy.copy(vllm_config.cache_config)
     config.load_config = copy.copy(vllm_config.load_config)
     return config
 
 
-def _of_code(engine: VllmConfig, layout: Layout) -> dict[str, Any]:
+def _of_code(engine: VllmConfig, setup: Setup, layout: Layout) -> dict[str, Any]:
     """`additional_config` of a layout: what changes its code, whose key vLLM makes of it.
 
     Strides follow the base layout and whether weights lie in place. The name of the layout's group,
@@ -76,33 +78,26 @@ def _of_code(engine: VllmConfig, layout: Layout) -> dict[str, Any]:
     return {
         **{name: value for name, value in options.items() if name not in ("pat", CHOSEN)},
         LAYOUT: str(layout),
-        "pat_layouts": [str(each_layout) for each_layout in layouts_of(engine)],
-        "pat_weights": resolve_weights(engine),
+        "pat_layouts": [str(each_layout) for each_layout in setup.layouts],
+        "pat_weights": setup.weights,
     }
 
 
-def resolve_weights(vllm_config: VllmConfig) -> Literal["inplace", "materialized"]:
-    """The option `weights`, without "auto"."""
-    option = pat_config(vllm_config).weights
-    if option != "auto":
-        return option
-    # Kernels must take weights that are columns of larger ones, as CUDA's default ones do.
-    # On CPU, vLLM packs weights for kernels that are faster than those for plain ones.
-    default_kernels = vllm_config.kernel_config.linear_backend == "auto"
-    return "inplace" if current_platform.is_cuda() and default_kernels else "materialized"
-
-
-def _make_speculative(config: VllmConfig, engine: SpeculativeConfig) -> None:
+def _make_speculative(
+    config: VllmConfig, engine: SpeculativeConfig, lengths: Sequence[int]
+) -> None:
     """Give a layout the drafter of its tp, ready for every draft length."""
     own = copy.copy(engine)
     own.target_parallel_config = own.draft_parallel_config = config.parallel_config
-    own.num_speculative_tokens_per_batch_size = every_length(lengths_of(engine))
+    own.num_speculative_tokens_per_batch_size = every_length(lengths)
     config.speculative_config = own
     # vLLM has looked at the user's config, which need not have a schedule.
     config._maybe_override_dynamic_sd_cudagraph_mode()
 
 
-def _capture_every_draft_length(config: VllmConfig, engine: VllmConfig) -> None:
+def _capture_every_draft_length(
+    config: VllmConfig, engine: VllmConfig, lengths: Sequence[int]
+) -> None:
     """Capture the batches with the most drafts, and the largest batch with each draft length, too.
 
     vLLM does so for the batches to which its schedule gives a length. Here any may have any length.
@@ -119,18 +114,11 @@ def _capture_every_draft_length(config: VllmConfig, engine: VllmConfig) -> None:
     fixed.speculative_config = copy.copy(engine.speculative_config)
     fixed.speculative_config.num_speculative_tokens_per_batch_size = None
     most = config.scheduler_config.max_num_seqs
-    tokens = (1 + length for length in lengths_of(engine.speculative_config))
+    tokens = (1 + length for length in lengths)
     added = (min(most, largest // of_request) * of_request for of_request in tokens)
     every = {*sizes, *_capture_sizes(fixed, config.scheduler_config), *filter(None, added)}
     compilation.cudagraph_capture_sizes = sorted(every)
     compilation.max_cudagraph_capture_size = max(every)
-
-
-def lengths_of(config: SpeculativeConfig) -> tuple[int, ...]:
-    """The draft lengths that an engine keeps ready, ascending."""
-    return draft_lengths(
-        config.num_speculative_tokens, config.num_speculative_tokens_per_batch_size
-    )
 
 
 def _resize_compile_ranges(config: VllmConfig, engine: VllmConfig) -> None:
@@ -153,10 +141,10 @@ def _resize_compile_ranges(config: VllmConfig, engine: VllmConfig) -> None:
     config._set_compile_ranges()
 
 
-def _scheduler_config(engine: VllmConfig, layout: Layout) -> SchedulerConfig:
+def _scheduler_config(engine: SchedulerConfig, setup: Setup, layout: Layout) -> SchedulerConfig:
     """The engine's with the limits of a layout, by which vLLM admits requests and sizes buffers."""
-    options, config = pat_config(engine), copy.copy(engine.scheduler_config)
-    limits = limits_of(engine, layout)
+    options, limits = setup.options, setup.limits[layout.tp]
+    config = copy.copy(engine)
     config.max_num_seqs = limits.max_num_seqs
     config.max_num_batched_tokens = limits.max_num_batched_tokens
     config.max_num_active_seqs = narrower_limit(

@@ -14,11 +14,8 @@ from pat_vllm.patches.weights import refuse_load_weights
 from pat_vllm.weights.inplace import InPlaceShards
 from pat_vllm.weights.loaders import BASE_FORMAT, DERIVED_FORMAT, WeightStrategy, load_config_of
 from pat_vllm.weights.materialized import MaterializedShards
-from pat_vllm.worker.layout_config import resolve_weights
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-
     from pat_vllm.layout import Layout
     from pat_vllm.worker.runtime import LayoutRuntime
 
@@ -27,24 +24,29 @@ class LayoutWeights:
     """The weights of one rank, in the base layout and in those derived from it."""
 
     def __init__(
-        self, config: VllmConfig, runtimes: Mapping[Layout, LayoutRuntime], rank: int
+        self,
+        weights: Literal["inplace", "materialized"],
+        runtimes: Mapping[Layout, LayoutRuntime],
+        rank: int,
     ) -> None:
         """Have each layout's model loaded in PAT's way.
 
         Args:
-            config: the engine's.
+            weights: the option, resolved.
             runtimes: the base layout first. Their model runners are not made yet.
             rank: the global rank of this worker.
         """
         self._runtimes = tuple(runtimes.values())
         self._base = self._runtimes[0]
         self._strategy: WeightStrategy = MaterializedShards()
-        if resolve_weights(config) == "inplace":
+        if weights == "inplace":
             self._strategy = InPlaceShards(tuple(runtimes), rank)
         self._packed = False
         for runtime in self._runtimes:
             how = BASE_FORMAT if runtime is self._base else DERIVED_FORMAT
-            runtime.config.load_config = load_config_of(how, config.load_config, self._strategy)
+            runtime.config.load_config = load_config_of(
+                how, runtime.config.load_config, self._strategy
+            )
 
     @property
     def strategy(self) -> Literal["inplace", "materialized"]:

@@ -14,7 +14,6 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.worker.worker_base import CompilationTimes
 
-from pat_vllm.config import chosen, default_layout, layouts_of, pat_config
 from pat_vllm.drafts.shelf import RowUpdate, Shelf
 from pat_vllm.executor.lanes import LaneHandles, WorkerLanes
 from pat_vllm.executor.messages import (
@@ -34,7 +33,8 @@ from pat_vllm.patches.drafts import prepare_drafter
 from pat_vllm.patches.groups import destroy_tp_groups, install_tp_group, probe_p2p_between
 from pat_vllm.patches.linear_attention import end_prompts_parts_with_blocks
 from pat_vllm.patches.runners import attention_workspace, buffers_of, use_attention_workspace
-from pat_vllm.worker.drafters import history_bytes, install_drafter
+from pat_vllm.start.setup import Setup
+from pat_vllm.worker.drafters import install_drafter
 from pat_vllm.worker.layout_config import (
     keep_block_size,
     kinds_of,
@@ -83,8 +83,7 @@ class PATWorkerMixin(WeightUpdatesMixin, _Base):
 
     local_rank: int
     weight_transfer_engine: Any
-    _migrates = True
-    _more_room = ""
+    _setup: Setup
 
     # ---------------------------------------------------------------- start
 
@@ -95,7 +94,8 @@ class PATWorkerMixin(WeightUpdatesMixin, _Base):
         # All ranks are on one node, so this is the index among the node's devices.
         self.local_rank = device_of(self.local_rank, self.parallel_config.world_size)
         engine_config = self.vllm_config
-        layouts = layouts_of(engine_config)
+        self._setup = Setup.of(engine_config)
+        layouts = self._setup.layouts
         with probe_p2p_between(self._devices_of_group):
             super().init_device()
             self._all_ranks = parallel_state.get_tp_group()
@@ -104,24 +104,23 @@ class PATWorkerMixin(WeightUpdatesMixin, _Base):
                 for layout in {layout.tp: layout for layout in layouts}.values()
             }
         self._seed = engine_config.model_config.seed
-        self._default_layout = default_layout(engine_config)
-        self._migrates = pat_config(engine_config).kv_transfer != "recompute"
-        self._more_room = chosen(engine_config).get("more_room", "")
         self._buffer = SharedKVBuffer()
         self._shelf = Shelf()
         self._runtimes = {
             layout: LayoutRuntime(
-                layout, layout_config(engine_config, layout, self.rank), groups[layout.tp]
+                layout,
+                layout_config(engine_config, self._setup, layout, self.rank),
+                groups[layout.tp],
             )
             for layout in layouts
         }
         self._base = self._runtimes[layouts[0]]
-        self._weights = LayoutWeights(engine_config, self._runtimes, self.rank)
+        self._weights = LayoutWeights(self._setup.weights, self._runtimes, self.rank)
         for runtime in (by_size := largest_first(self._runtimes.values())):
             install_tp_group(runtime.group)
             with set_current_vllm_config(runtime.config), buffers_of(by_size[0].runner):
                 runtime.runner = self._make_runner(runtime.config)
-            if history_bytes(engine_config):
+            if self._setup.history_bytes:
                 install_drafter(runtime.runner, self._shelf)
             prepare_drafter(runtime.runner)
         self._state_transfer: RequestStateTransfer = state_transfer_for(self._base.runner)
@@ -216,7 +215,7 @@ class PATWorkerMixin(WeightUpdatesMixin, _Base):
         self._synchronize_device()
         bandwidth = self._exchange.measure(_PROBE_BYTES)
         self._rates = TransferRates(bandwidth, prefill_rate)
-        runtime = self._runtimes[self._default_layout]
+        runtime = self._runtimes[self._setup.default_layout]
         assert runtime.connector is not None
         runtime.connector.clear_null_block()  # warm-ups of others have written there
         self._enter_for_a_call(runtime)  # the first may be an update

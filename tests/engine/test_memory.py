@@ -13,13 +13,12 @@ from typing import Any
 import pytest
 
 import pat_vllm
-from pat_vllm.config import pat_config
 from pat_vllm.kv_transfer.plan import ROUNDS
 from pat_vllm.models.model_size import ModelSize
 from pat_vllm.start.buffers import EngineShape, all_buffers
 from pat_vllm.start.gpus import Device
 from pat_vllm.start.memory_estimate import estimate, staged_share
-from pat_vllm.worker.layout_config import resolve_weights
+from pat_vllm.start.setup import Setup
 from tests.engine.specs import COPIES, FOUR_RANKS, IN_PLACE, LATENT, UPDATES
 from tests.support.pool import EngineSpec
 
@@ -138,18 +137,19 @@ def _staged_by_a_full_switch(worker: Any) -> int:
 def arithmetic_of(llm: Any) -> tuple[ModelSize, EngineShape]:
     """What the arithmetic is told of an engine."""
     config = llm.llm_engine.vllm_config
+    setup = Setup.of(config)
     scheduler, speculative = config.scheduler_config, config.speculative_config
     model = json.loads((Path(config.model_config.model) / "config.json").read_text())
     engine = EngineShape(
         tuple(pat_vllm.report(llm).layouts),
-        pat=pat_config(config),
+        pat=setup.options,
         max_num_seqs=scheduler.max_num_seqs,
         max_num_batched_tokens=scheduler.max_num_batched_tokens,
         max_model_len=config.model_config.max_model_len,
         block_size=config.cache_config.block_size,
         kv_cache_memory_bytes=config.cache_config.kv_cache_memory_bytes,
         runner="V2" if config.use_v2_model_runner else "V1",
-        weights=resolve_weights(config),
+        weights=setup.weights,
         attention="CPU_ATTN",
         num_speculative_tokens=speculative.num_speculative_tokens if speculative else 0,
     )

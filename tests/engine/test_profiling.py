@@ -55,8 +55,9 @@ def known_requests(worker: Any) -> int:
 
 
 def start_plan(llm: Any) -> Plan:
-    config, kv_cache_config = llm.llm_engine.vllm_config, scheduler_of(llm).kv_cache_config
-    return Plan.of(load.engine_limits(config, kv_cache_config))
+    scheduler = scheduler_of(llm)
+    executor = scheduler.replica_set.executor
+    return Plan.of(load.engine_limits(executor, scheduler.kv_cache_config))
 
 
 def test_the_command_takes_a_profile_and_leaves_no_trace(

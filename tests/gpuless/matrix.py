@@ -195,12 +195,12 @@ def _keys_of(engine: Any) -> dict[str, tuple[str, bool]]:
     """By layout, vLLM's key, and whether its config is what it was before."""
     from vllm.model_executor.warmup.flashinfer_autotune_cache import flashinfer_autotune_cache_hash
 
-    from pat_vllm.config import layouts_of
+    from pat_vllm.start.setup import Setup
     from pat_vllm.worker.layout_config import layout_config
 
     keys = {}
-    for layout in layouts_of(engine):
-        config = layout_config(engine, layout)
+    for layout in Setup.of(engine).layouts:
+        config = layout_config(engine, Setup.of(engine), layout)
         config.cache_config.kv_cache_layout = "LBNHC"
         before = repr(config)
         key = flashinfer_autotune_cache_hash(SimpleNamespace(vllm_config=config))  # type: ignore[arg-type]
@@ -245,8 +245,8 @@ def _serve(engine: Any, runner: str) -> dict[str, Any]:
     from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
     from vllm.v1.worker.gpu_worker import Worker
 
-    from pat_vllm.config import layouts_of
     from pat_vllm.kv_transfer.kv_buffer import SharedKVBuffer
+    from pat_vllm.start.setup import Setup
     from pat_vllm.worker.gpu_worker import PATGPUWorker
     from pat_vllm.worker.layout_config import layout_config
     from pat_vllm.worker.runtime import LayoutRuntime
@@ -256,8 +256,8 @@ def _serve(engine: Any, runner: str) -> dict[str, Any]:
     worker._buffer = SharedKVBuffer()
     worker._state_transfer = SimpleNamespace(watch=lambda runner: None)
     worker._runtimes = {}
-    for layout in layouts_of(engine):
-        config = layout_config(engine, layout)
+    for layout in Setup.of(engine).layouts:
+        config = layout_config(engine, Setup.of(engine), layout)
         with set_current_vllm_config(config):
             context = {f"layers.{i}.attn": _Attention(config) for i in range(NUM_LAYERS)}
         config.compilation_config.static_forward_context = context
@@ -302,7 +302,7 @@ def _serve(engine: Any, runner: str) -> dict[str, Any]:
 
 def _compile_ranges(given: list[int] | None) -> dict[int, tuple[Any, Any]]:
     """Of each layout, and of stock vLLM at its tp: compile ranges, and whether norms are fused."""
-    from pat_vllm.config import layouts_of
+    from pat_vllm.start.setup import Setup
     from pat_vllm.worker.layout_config import layout_config
 
     options = {"max_num_batched_tokens": 16384, "compilation_config": {}}
@@ -316,10 +316,10 @@ def _compile_ranges(given: list[int] | None) -> dict[int, tuple[Any, Any]]:
 
     engine = engine_config("default", "v2", "gqa", **options)
     of_engine, by_tp = decided(engine), {}
-    for layout in layouts_of(engine):
+    for layout in Setup.of(engine).layouts:
         stock = {"tensor_parallel_size": layout.tp, "distributed_executor_backend": "mp"}
         static = engine_config("default", "v2", "gqa", **options, **stock)
-        by_tp[layout.tp] = decided(layout_config(engine, layout)), decided(static)
+        by_tp[layout.tp] = decided(layout_config(engine, Setup.of(engine), layout)), decided(static)
     assert decided(engine) == of_engine, "a layout's ranges are no other's"
     return by_tp
 

@@ -273,7 +273,7 @@ def make_worker(devices: Devices, group: Group, rank: int, models: dict[int, nn.
         )
     worker._kinds = full(KV_HEADS, TOKENS)
     worker._base = worker._runtimes[LAYOUTS[0]]
-    worker._default_layout = LAYOUTS[0]
+    worker._setup = SimpleNamespace(default_layout=LAYOUTS[0])  # type: ignore[assignment]
     worker._weights = LayoutWeights.__new__(LayoutWeights)
     worker._weights._runtimes = tuple(worker._runtimes.values())
     worker._weights._base = worker._base

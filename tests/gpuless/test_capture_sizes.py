@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from vllm.config import CompilationConfig, CUDAGraphMode, SpeculativeConfig, VllmConfig
 
-from pat_vllm.config import PATConfig, layouts_of
+from pat_vllm.config import PATConfig
 from pat_vllm.modelled.batch_time import Load
 from pat_vllm.models.known_models import MODEL_SHAPES
 from pat_vllm.start.buffers import EngineShape
 from pat_vllm.start.choice import choose
 from pat_vllm.start.gpus import GPUS
-from pat_vllm.start.limits import limits_of
+from pat_vllm.start.setup import Setup
 from pat_vllm.worker.layout_config import layout_config
 from tests.unit.modelled.test_choice import QWEN3_8B
 
@@ -41,17 +41,20 @@ def sizes_of(config: Any) -> tuple[list[int], int]:
 
 def largest_sizes(engine: Any) -> dict[int, int]:
     """By tp."""
-    return {layout.tp: sizes_of(layout_config(engine, layout))[1] for layout in layouts_of(engine)}
+    return {
+        layout.tp: sizes_of(layout_config(engine, Setup.of(engine), layout))[1]
+        for layout in Setup.of(engine).layouts
+    }
 
 
 def test_sizes_are_those_of_stock_vllm() -> None:
     for seqs, tokens in ((3, 64), (16, 512), (100, 8192), (256, 8192), (1024, 16384)):
         engine = engine_config(seqs, tokens, {})
         before = copy.deepcopy(sizes_of(engine))
-        for layout in layouts_of(engine):
-            limits = limits_of(engine, layout)
+        for layout in Setup.of(engine).layouts:
+            limits = Setup.of(engine).limits[layout.tp]
             stock = engine_config(limits.max_num_seqs, limits.max_num_batched_tokens, {})
-            assert sizes_of(layout_config(engine, layout)) == sizes_of(stock)
+            assert sizes_of(layout_config(engine, Setup.of(engine), layout)) == sizes_of(stock)
         assert sizes_of(engine) == before
     assert largest_sizes(engine_config(16, 512, {})) == {1: 32, 2: 64, 4: 128, 8: 256}
 
@@ -66,10 +69,12 @@ def test_a_default_start_costs_little_more_than_stock(model: dict[str, Any]) -> 
         load = Load.usual(seqs, 8, shape.max_model_len)
         choice = choose(model, PATConfig(), shape, 8, GPUS["H100"].device, load=load)
         engine = engine_config(seqs, tokens, {}, **choice.options | {"experts": "auto"})
-        kept = layouts_of(engine)
-        limits = limits_of(engine, kept[-1])
+        kept = Setup.of(engine).layouts
+        limits = Setup.of(engine).limits[kept[-1].tp]
         stock = engine_config(limits.max_num_seqs, limits.max_num_batched_tokens, {})
-        captured = [len(sizes_of(layout_config(engine, layout))[0]) for layout in kept]
+        captured = [
+            len(sizes_of(layout_config(engine, Setup.of(engine), layout))[0]) for layout in kept
+        ]
         assert sum(captured) <= 2.5 * len(sizes_of(stock)[0])
         assert sum(1 if layout.tp == 1 else 2 for layout in kept) <= 2.5 * 2
 
@@ -77,8 +82,8 @@ def test_a_default_start_costs_little_more_than_stock(model: dict[str, Any]) -> 
 def test_a_users_sizes_stay() -> None:
     for chosen in ({"cudagraph_capture_sizes": [1, 2, 4, 24]}, {"max_cudagraph_capture_size": 8}):
         engine = engine_config(16, 512, chosen)
-        for layout in layouts_of(engine):
-            assert sizes_of(layout_config(engine, layout)) == sizes_of(engine)
+        for layout in Setup.of(engine).layouts:
+            assert sizes_of(layout_config(engine, Setup.of(engine), layout)) == sizes_of(engine)
 
 
 def test_no_graphs_for_batches_that_a_layout_does_not_see() -> None:
@@ -105,12 +110,12 @@ def test_limits_are_the_layouts_own() -> None:
     scheduler = engine.scheduler_config
     scheduler.max_num_active_seqs, scheduler.max_num_scheduled_tokens = 10, 512
     before = copy.deepcopy(scheduler)
-    for layout in layouts_of(engine):
-        limits = layout_config(engine, layout).scheduler_config
+    for layout in Setup.of(engine).layouts:
+        limits = layout_config(engine, Setup.of(engine), layout).scheduler_config
         assert limits is not scheduler
         assert (limits.max_num_seqs, limits.max_num_active_seqs) == (16 * layout.tp, 10 * layout.tp)
         assert limits.max_num_batched_tokens == limits.max_num_scheduled_tokens == 512 * layout.tp
     assert scheduler == before
-    for layout in layouts_of(engine):
+    for layout in Setup.of(engine).layouts:
         engine.additional_config["pat"] = {"limits_per": "replica"}
-        assert layout_config(engine, layout).scheduler_config == before
+        assert layout_config(engine, Setup.of(engine), layout).scheduler_config == before

@@ -13,8 +13,8 @@ from typing import Any
 from vllm.compilation.caching import aot_compile_hash_factors
 from vllm.config import CompilationConfig, VllmConfig
 
-from pat_vllm.config import layouts_of
 from pat_vllm.layout import Layout
+from pat_vllm.start.setup import Setup
 from pat_vllm.worker.layout_config import layout_config
 
 
@@ -28,8 +28,8 @@ def engine_config(ranks: int = 4, cache_dir: str = "", **pat: Any) -> Any:
 def configs_of(engine: Any) -> dict[tuple[Layout, int], Any]:
     """The config of each rank in each layout."""
     return {
-        (layout, rank): layout_config(engine, layout, rank)
-        for layout in layouts_of(engine)
+        (layout, rank): layout_config(engine, Setup.of(engine), layout, rank)
+        for layout in Setup.of(engine).layouts
         for rank in range(engine.parallel_config.world_size)
     }
 

@@ -17,10 +17,10 @@ from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.config import vllm as config_module
 from vllm.platforms import current_platform
 
-from pat_vllm.config import layouts_of
 from pat_vllm.layout import Layout
 from pat_vllm.patches import drafts as patches
-from pat_vllm.worker.layout_config import layout_config, lengths_of
+from pat_vllm.start.setup import Setup
+from pat_vllm.worker.layout_config import layout_config
 from pat_vllm.worker.request_state import V1RequestStateTransfer
 from tests.gpuless.replaced import replace
 from tests.support.models import random_model
@@ -115,8 +115,8 @@ def check_every_length(engine: VllmConfig, largest: dict[int, int] | None = None
     Args:
         largest: by tp, the largest batch with which the layout is entered.
     """
-    for layout in layouts_of(engine):
-        tp, config = layout.tp, layout_config(engine, layout)
+    for layout in Setup.of(engine).layouts:
+        tp, config = layout.tp, layout_config(engine, Setup.of(engine), layout)
         manager, max_num_seqs = manager_of(config), config.scheduler_config.max_num_seqs
         for drafts in LENGTHS:
             stock = stock_manager(drafts, max_num_seqs)
@@ -139,10 +139,10 @@ def test_every_draft_length_has_graphs_in_every_layout() -> None:
     """At most twice the full graphs of stock vLLM with no drafts and the most."""
     engine = engine_config()
     assert engine.speculative_config is not None
-    assert lengths_of(engine.speculative_config) == LENGTHS
+    assert Setup.of(engine).draft_lengths == LENGTHS
     check_every_length(engine)
-    for layout in layouts_of(engine):
-        config = layout_config(engine, layout)
+    for layout in Setup.of(engine).layouts:
+        config = layout_config(engine, Setup.of(engine), layout)
         most = config.scheduler_config.max_num_seqs
         stock = [stock_manager(drafts, most)._capture_descs[FULL] for drafts in (0, LONGEST)]
         assert len(manager_of(config)._capture_descs[FULL]) <= 2 * sum(map(len, stock))
@@ -157,14 +157,19 @@ def test_layouts_that_are_entered_with_few_requests() -> None:
     """They capture graphs for those."""
     engine = engine_config(policy={"kind": "schedule", "switch_at": {"20": 2, "3": 4}})
     check_every_length(engine, {2: 20, 4: 3})
-    narrow, wide = (layout_config(engine, Layout.of(tp, 4)).compilation_config for tp in (2, 4))
+    narrow, wide = (
+        layout_config(engine, Setup.of(engine), Layout.of(tp, 4)).compilation_config
+        for tp in (2, 4)
+    )
     assert narrow.max_cudagraph_capture_size < 20 * (1 + LONGEST) + 16
     assert wide.max_cudagraph_capture_size < 3 * (1 + LONGEST) + 16
 
 
 def test_a_layout_speculates_with_its_own_tp() -> None:
     engine = engine_config()
-    configs = [layout_config(engine, layout) for layout in layouts_of(engine)]
+    configs = [
+        layout_config(engine, Setup.of(engine), layout) for layout in Setup.of(engine).layouts
+    ]
     assert engine.speculative_config is not None
     for config in configs:
         own = config.speculative_config
@@ -183,8 +188,8 @@ def test_model_runner_v1_has_graphs_of_pieces_only(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     engine = engine_config({**NGRAM, "method": "ngram"})
     stock = engine.compilation_config
-    for layout in layouts_of(engine):
-        compilation = layout_config(engine, layout).compilation_config
+    for layout in Setup.of(engine).layouts:
+        compilation = layout_config(engine, Setup.of(engine), layout).compilation_config
         assert compilation.cudagraph_mode == PIECEWISE
         assert compilation.cudagraph_capture_sizes == stock.cudagraph_capture_sizes
     assert stock.cudagraph_mode == CUDAGraphMode.FULL_AND_PIECEWISE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 from collections.abc import Iterator
@@ -74,7 +75,7 @@ def allowed_by(worker: Any) -> int:
 def test_what_an_engine_does_fits(device: DeviceMemory, engine: Engine) -> None:
     """Steps and switches of every layout fit in what the user allows, and KV gets the rest."""
     worker = engine.worker
-    assert worker._active.layout == worker._default_layout == LAYOUTS[0]
+    assert worker._active.layout == worker._setup.default_layout == LAYOUTS[0]
     assert parallel_state._TP is worker._active.group
     allowed = allowed_by(worker)
     assert device.most_used <= allowed
@@ -130,13 +131,15 @@ def test_kv_cache_as_a_user_says(
     graphs, staged = max(Runner.needs.graphs.values()), staged_by_switches(worker._runtimes)
     tables = 4 * TABLES * len(LAYOUTS)  # which stay
     assert graphs / (1 + staged) - 1 <= available["0"] - available["1"] <= graphs + tables
-    worker._migrates = False
+    setup = worker._setup
+    options = setup.options.model_copy(update={"kv_transfer": "recompute"})
+    worker._setup = dataclasses.replace(setup, options=options)
     monkeypatch.setattr("pat_vllm.worker.gpu_worker.staged_by_switches", lambda of: 1 / 0)
     assert worker.determine_available_memory() >= available["1"], "no switch stages KV"
     worker.cache_config.kv_cache_memory_bytes = MiB
     assert worker.determine_available_memory() == MiB
     worker.cache_config.kv_cache_memory_bytes = 1
-    worker._more_room = "name pat.base_tp=2"
+    worker._setup = dataclasses.replace(setup, chosen={"more_room": "name pat.base_tp=2"})
     with pytest.raises(ValueError, match=r"=1 leaves 0.00 GiB .* For more room name pat.base_tp=2"):
         worker.determine_available_memory()
     worker._base.config.model_config.original_max_model_len = -1

@@ -20,6 +20,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
 from pat_vllm.layout import Layout
+from pat_vllm.start.setup import Setup
 from pat_vllm.worker.layout_config import layout_config
 from pat_vllm.worker.layout_weights import LayoutWeights
 from pat_vllm.worker.worker import PATWorkerMixin
@@ -173,7 +174,7 @@ def test_places_in_a_trainers_group(monkeypatch: pytest.MonkeyPatch) -> None:
                 info = nccl_common.NCCLWeightTransferInitInfo(
                     master_address="a", master_port=1, rank_offset=1, world_size=RANKS + 1
                 )
-                config = layout_config(engine, base, rank)
+                config = layout_config(engine, Setup.of(engine), base, rank)
                 nccl_common.worker_init_process_group(info, config.parallel_config)
         assert joined == list(range(1, RANKS + 1))
 

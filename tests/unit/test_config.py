@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pat_vllm.config import PATConfig, default_layout, with_own_files
+from pat_vllm.config import PATConfig, with_own_files
 from pat_vllm.layout import Layout
 from pat_vllm.models.moe_config import MoEConfig
 from pat_vllm.predictor.cost import CostModel
@@ -173,12 +172,8 @@ def test_experts_cut_spread_or_either() -> None:
 
 def test_an_engine_starts_in_its_base_layout_or_where_it_stays() -> None:
     def home(options: dict[str, Any]) -> str:
-        config: Any = SimpleNamespace(
-            additional_config={"pat": options},
-            parallel_config=SimpleNamespace(tensor_parallel_size=4),
-            model_config=None,
-        )
-        return str(default_layout(config))
+        config = PATConfig.parse(options)
+        return str(config.default_layout(config.resolve_layouts(4)))
 
     assert home({}) == home(schedule(switch_at={4: 4})) == "tp1dp4"
     assert (

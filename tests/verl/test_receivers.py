@@ -15,6 +15,7 @@ from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 from vllm.config import VllmConfig
 
 from pat_vllm.layout import Layout, device_of
+from pat_vllm.start.setup import Setup
 from pat_vllm.worker.layout_config import layout_config
 
 RANKS = 8
@@ -32,7 +33,7 @@ def test_sockets(base_tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = VllmConfig(additional_config={"pat": {}})
     engine.parallel_config.tensor_parallel_size = engine.parallel_config.world_size = RANKS
     for rank in range(RANKS):
-        config = layout_config(engine, Layout.of(base_tp, RANKS), rank)
+        config = layout_config(engine, Setup.of(engine), Layout.of(base_tp, RANKS), rank)
         device = device_of(rank, RANKS)
         worker: Any = SimpleNamespace(
             local_rank=device, model_runner=SimpleNamespace(vllm_config=config)

@@ -14,6 +14,8 @@ BLOCK_SIZE = 16
 class Executor:
     """Stands for the workers where `PATScheduler` asks about them."""
 
+    setup: Any
+    """Of the engine that was made last."""
     weights_version = 0
 
     def register_command(self, name: str, command: Any) -> None:
@@ -84,6 +86,7 @@ def engine_config(
     from vllm.engine.arg_utils import EngineArgs
 
     from pat_vllm.executor import executor as executor_module
+    from pat_vllm.start.setup import Setup
 
     policy = policy or {"kind": "static", "tp": tp}
     config = EngineArgs(
@@ -97,6 +100,7 @@ def engine_config(
         **options,
     ).create_engine_config()
     executor_module._executors[config.instance_id] = EXECUTOR  # type: ignore[assignment]
+    EXECUTOR.setup = Setup.of(config)
     return config, scheduler_arguments(config, num_blocks, specs)
 
 

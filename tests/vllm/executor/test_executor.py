@@ -358,8 +358,8 @@ def test_a_worker_that_dies_while_the_lanes_are_opened(monkeypatch: pytest.Monke
     released = threading.Event()
     lanes = SimpleNamespace(handles=list, connect=list, wait_until_ready=released.wait)
     monkeypatch.setattr(executor_module, "Lanes", lambda *args: lanes)
-    monkeypatch.setattr(executor_module, "layouts_of", lambda config: [])
     executor = Executor()
+    executor.setup = SimpleNamespace(layouts=[])  # type: ignore[assignment]
     executor._lanes = None
     died: Future[Any] = Future()
     died.set_exception(RuntimeError("cancelled"))

@@ -10,6 +10,8 @@ import pytest
 import pat_vllm
 from pat_vllm.executor.launcher import executor_class, prepare_launch
 
+PARALLEL: Any = SimpleNamespace(placement_group=None)
+
 
 def config_with(launcher: str, **parallel: Any) -> Any:
     return SimpleNamespace(
@@ -36,13 +38,14 @@ def test_ray_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_class_that_says_otherwise() -> None:
-    prepare_launch(config_with("mp"), pat_vllm.PATExecutor)
+    prepare_launch(PARALLEL, "mp", pat_vllm.PATExecutor)
     with pytest.raises(ValueError, match=r"launcher='ray', but .*=PATExecutor.*launcher='mp'"):
-        prepare_launch(config_with("ray"), pat_vllm.PATExecutor)
+        prepare_launch(PARALLEL, "ray", pat_vllm.PATExecutor)
 
 
 def test_a_placement_group_of_another_kind_is_refused() -> None:
     """ROLL's is a list of what its own executor reads."""
     group = [{"node_rank": 0, "gpu_rank": 0, "placement_group": object()}] * 2
+    parallel: Any = SimpleNamespace(placement_group=group)
     with pytest.raises(ValueError, match=r"a list of 2, as ROLL gives it.*launcher='mp' and none"):
-        prepare_launch(config_with("auto", placement_group=group), pat_vllm.PATExecutor)
+        prepare_launch(parallel, "auto", pat_vllm.PATExecutor)

@@ -18,6 +18,7 @@ from vllm.v1.request import RequestStatus
 
 from pat_vllm import plugin
 from pat_vllm.kv_transfer.connector import PATConnector
+from pat_vllm.layout import Layout
 from pat_vllm.metrics import names
 from pat_vllm.metrics.metric_updates import MetricUpdates, Update, updates_of
 from pat_vllm.metrics.names import METRICS
@@ -50,13 +51,8 @@ __all__ = ["scheduler"]
 
 def registered(registry: CollectorRegistry, tp: int = 2) -> PATMetrics:
     """As vLLM's Prometheus logger makes them, for four ranks of which `tp` are a group."""
-    config: Any = SimpleNamespace(
-        additional_config={"pat": {"policy": {"kind": "static", "tp": tp}}},
-        model_config=None,
-        parallel_config=SimpleNamespace(world_size=4, tensor_parallel_size=4),
-        kv_transfer_config=None,
-    )
-
+    engine: Any = SimpleNamespace(kv_transfer_config=None)
+    config = naming_connector(engine, LAYOUTS, Layout.of(tp, 4))
     types = {kind: partial(kind, registry=registry) for kind in (Gauge, Counter, Histogram)}
     return PATMetrics(config, types, list(OF_VLLM), {0: ["model", "0"]})
 
@@ -145,7 +141,7 @@ def test_only_loggers_of_engines_with_pat_see_the_connector(
 def test_the_dashboard_asks_for_what_vllms_logger_exports() -> None:
     drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 4}
     config, _ = engine_config(8, num_blocks=80, speculative_config=drafts)
-    PrometheusStatLogger(naming_connector(config), [0])
+    PrometheusStatLogger(plugin._config_for_loggers(config), [0])
     suffixes = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"]}
     shown = {
         f"{family.name}{suffix}"

@@ -14,6 +14,7 @@ from pat_vllm.executor.messages import ResolvedKernels
 from pat_vllm.profile import ProfileError
 from pat_vllm.profiling.key import kernel_environment, profile_key, title
 from pat_vllm.profiling.load import _draft_lengths
+from pat_vllm.start.setup import Setup
 from tests.support.models import random_model
 from tests.unit.test_profile import profile
 
@@ -33,9 +34,13 @@ def engine_config(**options: Any) -> Any:
     return EngineArgs(**options).create_engine_config()
 
 
+def key_of(config: Any, resolved: ResolvedKernels) -> dict[str, Any]:
+    return profile_key(config, Setup.of(config), resolved)
+
+
 @pytest.fixture(scope="module")
 def usual() -> dict[str, Any]:
-    return profile_key(engine_config(), RESOLVED)
+    return key_of(engine_config(), RESOLVED)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +72,7 @@ def test_key_tells_engines_with_other_kernels_apart(
     else:
         part = getattr(config, owner)
         setattr(part, name, not getattr(part, name) if value == "the opposite" else value)
-    other = profile_key(config, resolved)
+    other = key_of(config, resolved)
     with pytest.raises(ProfileError, match="another engine"):
         profile(usual).check(other, "p.json")
     assert json.loads(json.dumps(other)) == other
@@ -90,7 +95,7 @@ def test_key_has_no_paths_and_names(usual: dict[str, Any]) -> None:
 
 def test_key_tells_engines_with_other_drafters_apart(usual: dict[str, Any]) -> None:
     def key(**changed: Any) -> dict[str, Any]:
-        return profile_key(engine_config(speculative_config=DRAFTS | changed), RESOLVED)
+        return key_of(engine_config(speculative_config=DRAFTS | changed), RESOLVED)
 
     speculating = key()
     for changed in (
@@ -108,15 +113,11 @@ def test_key_tells_engines_with_other_drafters_apart(usual: dict[str, Any]) -> N
 
 def test_draft_lengths_that_can_be_measured() -> None:
     def lengths(gpu: bool, use_v2: bool) -> tuple[int, ...]:
-        speculative = SimpleNamespace(
-            use_ngram_gpu=lambda: gpu,
-            num_speculative_tokens=7,
-            num_speculative_tokens_per_batch_size=None,
-        )
+        speculative = SimpleNamespace(use_ngram_gpu=lambda: gpu)
         config: Any = SimpleNamespace(speculative_config=speculative, use_v2_model_runner=use_v2)
-        return _draft_lengths(config)
+        return _draft_lengths(config, (0, 1, 2, 4, 7))
 
     assert lengths(gpu=False, use_v2=False) == lengths(gpu=True, use_v2=True) == (1, 2, 4, 7)
     assert lengths(gpu=True, use_v2=False) == ()
     without: Any = SimpleNamespace(speculative_config=None)
-    assert _draft_lengths(without) == ()
+    assert _draft_lengths(without, ()) == ()

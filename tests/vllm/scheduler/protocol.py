@@ -15,6 +15,7 @@ from vllm.v1.request import RequestStatus
 from pat_vllm.executor import executor as executor_module
 from pat_vllm.executor.executor import StepResult
 from pat_vllm.scheduler.scheduler import PATScheduler
+from pat_vllm.start.setup import Setup
 from tests.support.ngram import propose
 from tests.vllm.without_workers import Executor, engine_config, request
 
@@ -141,6 +142,7 @@ class Front:
             long_prefill_token_threshold=PROMPT // 2,
         )
         self.workers = Workers()
+        self.workers.setup = Setup.of(config)
         executor_module._executors[config.instance_id] = self.workers  # type: ignore[assignment]
         self.scheduler: Any = PATScheduler(vllm_config=config, **stock)
         self.texts: dict[str, list[int]] = {}

@@ -37,6 +37,7 @@ from tests.vllm.scheduler.test_scheduler import no_plan
 from tests.vllm.without_workers import answer, engine_config, pat_scheduler, request
 
 ONE, TWO = Layout(1, 2), Layout(2, 1)
+KEPT = draft_lengths(4, None)
 
 # -------------------------------------------------------------------- schedulers
 
@@ -219,14 +220,14 @@ def test_draft_lengths_of_a_layout_with_the_same_replicas() -> None:
     """As after a switch between cut and spread experts."""
     spread = Layout(2, 1, "ep")
     of_policy: dict[Layout, Schedule] = {TWO: ((1, 1, 0),), spread: ((1, 1, 2),)}
-    lengths, single = DraftLengths(config(), lambda: of_policy), replicas(1)
+    lengths, single = DraftLengths(config(), KEPT, lambda: of_policy), replicas(1)
     assert written(lengths, TWO, single) == [0] * 7
     assert written(lengths, spread, single) == [0] + [2] * 6
 
 
 def test_draft_lengths_through_requests_switches_and_ends_of_work() -> None:
     of_policy: dict[Layout, Schedule] = {TWO: ((1, 1, 1),)}
-    lengths = DraftLengths(config(), lambda: of_policy)
+    lengths = DraftLengths(config(), KEPT, lambda: of_policy)
     two, single = replicas(2), replicas(1)
     assert written(lengths, ONE, two) == [4] * 7
     assert written(lengths, TWO, single) == [0] + [1] * 6
@@ -254,7 +255,9 @@ def test_draft_lengths_through_requests_switches_and_ends_of_work() -> None:
 
 def test_a_users_schedule_holds_where_nothing_else_was_said() -> None:
     schedule = [(1, 2, 4), (3, 4, 3)]
-    lengths = DraftLengths(config(schedule), lambda: {TWO: ((1, 1, 0),)})
+    lengths = DraftLengths(
+        config(schedule), draft_lengths(4, schedule), lambda: {TWO: ((1, 1, 0),)}
+    )
     single = replicas(1)
     assert lengths.allowed == (0, 1, 2, 3, 4)
     assert written(lengths, ONE, replicas(2)) == [0, 4, 4, 3, 3, 3, 3]
@@ -262,15 +265,15 @@ def test_a_users_schedule_holds_where_nothing_else_was_said() -> None:
     lengths.request(3)
     assert written(lengths, TWO, single) == [3] * 7
     # A policy that plans may choose among the lengths only where there is no such schedule.
-    assert lengths_to_plan(config(schedule)) == (0,) == lengths_to_plan(None)
-    assert lengths_to_plan(config()) == (0, 1, 2, 4)
+    assert lengths_to_plan(config(schedule), KEPT) == (0,) == lengths_to_plan(None, ())
+    assert lengths_to_plan(config(), KEPT) == (0, 1, 2, 4)
 
 
 def test_lengths_that_are_refused() -> None:
     for length in (-1, 3, "2", 2.0, True, [1]):
         with pytest.raises(ValueError, match=r"the engine keeps \[0, 1, 2, 4\] ready"):
-            DraftLengths(config(), dict).request(length)  # type: ignore[arg-type]
-    lengths = DraftLengths(None, dict)
+            DraftLengths(config(), KEPT, dict).request(length)  # type: ignore[arg-type]
+    lengths = DraftLengths(None, (), dict)
     with pytest.raises(ValueError, match=r"cannot use 2 draft tokens.*does not speculate"):
         lengths.request(2)
     lengths.request(None)

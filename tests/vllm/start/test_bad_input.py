@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from pat_vllm.config import pat_config
 from pat_vllm.start import prepare as support
 from pat_vllm.start.refused import RULES
+from pat_vllm.start.setup import options_of
 from tests.support.models import random_model
 
 # fmt: off
@@ -368,14 +368,14 @@ def test_kernels_whose_place_others_take(
     monkeypatch.setattr(type(current_platform), "is_cuda_alike", lambda platform: True)
     for named in (backend, "auto"):
         config.kernel_config.moe_backend = named
-        support._choose_experts(config)
+        support._choose_experts(config, options_of(config))
         assert config.kernel_config.moe_backend == "triton"
     assert len(warnings) == 2 and all(f"moe_backend={backend!r}" in line for line in warnings)
     assert "'triton' takes its place. It costs time" in warnings[1]
 
 
 def test_packed_copies_hold_cut_experts(tmp_path: Path) -> None:
-    assert pat_config(engine_config(tmp_path, "mixtral", {})).experts == "tp"
+    assert options_of(engine_config(tmp_path, "mixtral", {})).experts == "tp"
 
 
 def test_llm_fails_before_any_worker(monkeypatch: pytest.MonkeyPatch) -> None:

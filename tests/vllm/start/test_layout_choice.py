@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from vllm.config import CacheConfig
 
-from pat_vllm.config import PATConfig, chosen, default_layout, layouts_of, pat_config
+from pat_vllm.config import PATConfig
 from pat_vllm.doctor.arithmetic import engine_shape
 from pat_vllm.models.known_models import MODEL_SHAPES
 from pat_vllm.policy_config import StaticPolicyConfig
@@ -21,7 +21,7 @@ from pat_vllm.reporting.history import EngineHistory
 from pat_vllm.start import prepare as support
 from pat_vllm.start.buffers import EngineShape
 from pat_vllm.start.gpus import GPUS
-from pat_vllm.start.limits import limits_by_tp
+from pat_vllm.start.setup import Setup
 from pat_vllm.worker.layout_config import layout_config
 from tests.support.models import random_model
 from tests.unit.modelled.test_choice import CHOICES, LONGEST, QWEN3_8B, QWEN3_32B
@@ -66,7 +66,7 @@ def test_an_engine_agrees_with_doctor(
     monkeypatch.setattr(
         support,
         "_engine_shape",
-        lambda config: replace(shape_of(config), runner="V2", attention="FLASH_ATTN"),
+        lambda *given: replace(shape_of(*given), runner="V2", attention="FLASH_ATTN"),
     )
     for gpu in ("A100", "L40S", "H100", "B200"):
         device = GPUS[gpu].device
@@ -74,16 +74,17 @@ def test_an_engine_agrees_with_doctor(
         given = {"max_model_len": LONGEST, "max_num_seqs": 256, "max_num_batched_tokens": 8192}
         config = engine_config(tmp_path, **given)
         shape, _ = engine_shape(MODELS[model], PATConfig(), 8, given, device)
-        assert layouts_of(config) == shape.layouts
+        setup = Setup.of(config)
+        assert setup.layouts == shape.layouts
         assert tuple(layout.tp for layout in shape.layouts) == CHOICES[model, gpu]
         stated = f"layouts {', '.join(map(str, shape.layouts))}, by modelled times"
-        assert stated in lines[-1] and stated in chosen(config)["found"]
-        assert pat_config(config).base_tp == shape.layouts[0].tp
+        assert stated in lines[-1] and stated in setup.chosen["found"]
+        assert setup.options.base_tp == shape.layouts[0].tp
         limits = {layout.tp: shape.limits(layout) for layout in shape.layouts}
         # As the engine core has them, and each worker.
-        assert limits_by_tp(config) == limits
+        assert setup.limits == limits
         for layout in shape.layouts:
-            scheduler = layout_config(config, layout, 0).scheduler_config
+            scheduler = layout_config(config, setup, layout).scheduler_config
             assert scheduler.max_num_batched_tokens == limits[layout.tp].max_num_batched_tokens
         grows = device.link == "nvlink"
         assert (limits[8].max_num_batched_tokens > given["max_num_batched_tokens"]) == grows
@@ -97,13 +98,13 @@ def test_a_cpu_has_its_own_attention(lines: list[str]) -> None:
     """Whatever is asked for, vLLM takes it there."""
     asked = {"attention_config": {"backend": "FLASHINFER"}}
     config = engine_config(random_model("qwen3"), 2, max_model_len=512, **asked)
-    assert support._engine_shape(config).attention == "CPU_ATTN"
+    assert support._engine_shape(config, PATConfig()).attention == "CPU_ATTN"
 
 
 def test_tiny_models_keep_what_tests_rest_on(lines: list[str]) -> None:
     for ranks, expected in ((2, ["tp1dp2", "tp2dp1"]), (4, ["tp1dp4", "tp2dp2", "tp4dp1"])):
         config = engine_config(random_model("qwen3"), ranks, {"weights": "auto"}, max_model_len=512)
-        assert [str(layout) for layout in layouts_of(config)] == expected
+        assert [str(layout) for layout in Setup.of(config).layouts] == expected
         assert len(lines) == 1 and "layouts tp1dp" in lines.pop()
 
 
@@ -140,13 +141,14 @@ def test_batch_invariance_pins_one_layout(
     report, says so."""
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     config = engine_config(random_model(model), 4, pat, max_model_len=512)
-    (only,) = layouts_of(config)
+    setup = Setup.of(config)
+    (only,) = setup.layouts
     assert str(only) == expected
-    assert isinstance(pat_config(config).policy, StaticPolicyConfig)
-    assert default_layout(config) == only
-    assert pat_config(config).draft_history_bytes == 0
+    assert isinstance(setup.options.policy, StaticPolicyConfig)
+    assert setup.default_layout == only
+    assert setup.options.draft_history_bytes == 0
     assert f"VLLM_BATCH_INVARIANT=1 pins tp={only.tp}: " in lines[0]
-    assert chosen(config)["found"].startswith("pinned by VLLM_BATCH_INVARIANT=1: ")
+    assert setup.chosen["found"].startswith("pinned by VLLM_BATCH_INVARIANT=1: ")
     before = dict(config.additional_config)
     support.prepare(config)
     assert config.additional_config == before and len(lines) == 2
@@ -158,7 +160,7 @@ def test_what_a_user_names_is_kept_and_warned_of(
     (tmp_path / "config.json").write_text(json.dumps(MODELS["14B"]))
     monkeypatch.setattr(support, "found_device", lambda ranks: GPUS["A40"].device)
     config = engine_config(tmp_path, pat={"base_tp": 1}, max_num_seqs=256)
-    assert layouts_of(config)[0].tp == 1
+    assert Setup.of(config).base.tp == 1
     assert "pat.base_tp=1 leaves" in lines[-1] and "'auto'" in lines[-1]
 
 
@@ -172,9 +174,10 @@ def test_one_layout_is_a_warning_in_the_log_and_in_the_report(
     small = replace(GPUS["A40"].device, memory=24 << 30)
     monkeypatch.setattr(support, "found_device", lambda ranks: small)
     config = engine_config(tmp_path, max_num_seqs=256)
-    (only,) = layouts_of(config)
+    setup = Setup.of(config)
+    (only,) = setup.layouts
     assert "one layout, tp=8, is kept, and the engine never switches" in warnings[-1]
-    report = EngineHistory(chosen(config)["found"]).report(only, (only,))
+    report = EngineHistory(setup.chosen["found"]).report(only, (only,))
     assert "the engine never switches" in str(report)
 
 
@@ -186,5 +189,5 @@ def test_a_driver_that_says_nothing(monkeypatch: pytest.MonkeyPatch, lines: list
 
     monkeypatch.setattr(type(current_platform), "get_device_total_memory", fails)
     config = engine_config(random_model("qwen3"), 2, max_model_len=512)
-    assert [str(layout) for layout in layouts_of(config)] == ["tp1dp2", "tp2dp1"]
+    assert [str(layout) for layout in Setup.of(config).layouts] == ["tp1dp2", "tp2dp1"]
     assert "nothing is known of the model's memory" in lines[-1]

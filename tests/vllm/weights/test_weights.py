@@ -44,6 +44,7 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from pat_vllm.layout import Layout, Place
 from pat_vllm.patches.weights import keep_plain_weights
+from pat_vllm.start.setup import Setup
 from pat_vllm.weights.inplace import InPlaceShards
 from pat_vllm.weights.loaders import (
     BASE_FORMAT,
@@ -570,7 +571,8 @@ def test_a_head_that_the_checkpoint_of_a_tied_model_has(
     models: dict[int, Any] = {}
     with as_rank(1, 0):
         models[1] = get_model(vllm_config=vllm_config)
-    derived_config = layout_config(vllm_config, Layout(2, 1))
+    vllm_config.parallel_config.tensor_parallel_size = 2
+    derived_config = layout_config(vllm_config, Setup.of(vllm_config), Layout(2, 1))
     derived_config.load_config = load_config_of(DERIVED_FORMAT, user, strategy)
     with as_rank(2, 0):
         models[2] = get_model(vllm_config=derived_config)
