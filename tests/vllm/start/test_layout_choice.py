@@ -24,7 +24,7 @@ from pat_vllm.start.gpus import GPUS
 from pat_vllm.start.setup import Setup
 from pat_vllm.worker.layout_config import layout_config
 from tests.support.models import random_model
-from tests.unit.modelled.test_choice import CHOICES, LONGEST, QWEN3_8B, QWEN3_32B
+from tests.unit.start.test_choice import CHOICES, LONGEST, QWEN3_8B, QWEN3_32B
 
 MODELS: dict[str, Any] = {
     "8B": {**QWEN3_8B, "architectures": ["Qwen3ForCausalLM"]},
