@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from pat_vllm.patches.dead_engine import end_waits_for_dead_engines
 from pat_vllm.patches.front_end import (
-    explain_refused_media,
-    inspect_models_without_vision_and_audio,
     interrupt_starts,
     let_engine_cores_end,
     log_through_vllm,
@@ -22,7 +20,6 @@ from pat_vllm.patches.front_end import (
     serialize_sends,
     tell_loggers,
 )
-from pat_vllm.start.text_only import is_without_vision_and_audio
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -58,8 +55,6 @@ def register() -> None:
 
     patch_get_class(Executor, _executor_class)
     log_through_vllm()
-    if is_without_vision_and_audio():  # PAT's own commands
-        inspect_models_without_vision_and_audio()
 
 
 def _executor_class(vllm_config: VllmConfig, stock: Callable[[Any], type]) -> type:
@@ -95,7 +90,6 @@ def _executor_class(vllm_config: VllmConfig, stock: Callable[[Any], type]) -> ty
         let_engine_cores_end()
         interrupt_starts()
         serialize_sends()
-        explain_refused_media()
         tell_loggers(_config_for_loggers)
         prepare_launch(vllm_config.parallel_config, setup.options.launcher, chosen)
     return chosen

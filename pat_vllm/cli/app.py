@@ -1,6 +1,5 @@
 """`pat-vllm`. What commands are slow to import they import when they run."""
 
-import multiprocessing
 from typing import Annotated
 
 import typer
@@ -10,11 +9,6 @@ from pat_vllm.cli.advise import advise_user
 from pat_vllm.cli.doctor import run_doctor
 from pat_vllm.cli.profile import take_engine_profile
 from pat_vllm.cli.random_model import write_random_model
-from pat_vllm.start.text_only import without_vision_and_audio
-
-if multiprocessing.parent_process() is not None:
-    # The engine of a command: its processes begin by importing the command.
-    without_vision_and_audio()
 
 app = typer.Typer(
     name="pat-vllm",

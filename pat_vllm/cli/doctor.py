@@ -22,7 +22,6 @@ from rich.table import Table
 
 from pat_vllm.cli.options import check_engine, options_of
 from pat_vllm.doctor.doctor_options import Options
-from pat_vllm.start.text_only import without_vision_and_audio
 
 if TYPE_CHECKING:  # this is slow to import, for `--help`
     from pat_vllm.doctor.report import Report, Stage
@@ -36,8 +35,6 @@ def run_doctor(options: Options) -> None:
 
     Nothing is downloaded: the self-test's models are random. Exits with 1 when a stage fails.
     """
-    # Here random models are made; the processes of the stages say if one of these is in their way.
-    without_vision_and_audio()
     report = examine(Console(highlight=False), options)
     if report.failed is not None:
         raise typer.Exit(1)

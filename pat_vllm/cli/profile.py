@@ -20,7 +20,7 @@ from rich.table import Table
 from pat_vllm.cli.options import check_engine, failed, options_of
 from pat_vllm.cli.ranges import EngineOptions, PATOptions, Ranged
 from pat_vllm.executor.rpc import PROFILE_COMMAND
-from pat_vllm.start.text_only import starting_with_safe_path, without_vision_and_audio
+from pat_vllm.start.text_only import starting_with_safe_path
 
 if TYPE_CHECKING:  # these are slow to import, for `--help`
     from vllm import LLM
@@ -80,7 +80,6 @@ def take_engine_profile(
     The profile holds for engines with the same flags in the same environment, named in
     pat.policy.profile.
     """
-    without_vision_and_audio()
     try:
         take_profile(Console(highlight=False), engine_arguments(model, options), options)
     except RuntimeError as error:

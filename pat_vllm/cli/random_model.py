@@ -12,7 +12,6 @@ from pat_vllm.cli.options import failed, options_of
 from pat_vllm.cli.random_tokenizer import save_tokenizer
 from pat_vllm.cli.ranges import Ranged
 from pat_vllm.doctor.models import SHAPES, SPECIAL_TOKENS, Weights, write_checkpoint
-from pat_vllm.start.text_only import without_vision_and_audio
 
 _MOST_WIDTH, _MOST_HEADS = 1 << 18, 1 << 12
 _LAST_SEED = 2**63 - 1
@@ -138,7 +137,6 @@ def write_random_model(
     path: Annotated[Path, typer.Argument(help="Directory to write; must be new or empty.")],
 ) -> None:
     """Write a random model with a tokenizer: a Qwen3, or with --experts its mixture of experts."""
-    without_vision_and_audio()
     try:
         parameters = write_model(path, options)
     except (OSError, RuntimeError) as error:  # too little memory

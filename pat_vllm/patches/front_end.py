@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from pat_vllm.patches.replacing import replace
-from pat_vllm.start.text_only import command_without_vision_and_audio
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, ParallelConfig, VllmConfig
+    from vllm.config import ParallelConfig, VllmConfig
 
 
 def patch_get_class(executor: type, resolve: Callable[[Any, Callable[[Any], type]], type]) -> None:
@@ -40,18 +39,6 @@ def log_through_vllm() -> None:
     loggers below its own only. Missing seam: a logger for plugins.
     """
     logging.getLogger("pat_vllm").parent = logging.getLogger("vllm")
-
-
-def inspect_models_without_vision_and_audio() -> None:
-    """Have the process in which vLLM looks at a model's class do without these packages, too.
-
-    Without it: where they do not fit the CPU torch, an architecture that vLLM has not met before
-    "failed to be inspected", though this process does without them. vLLM keeps what it has found
-    out in `~/.cache/vllm/modelinfos`. Missing seam: a hook in that process before its imports.
-    """
-    from vllm.model_executor.models import registry
-
-    registry._SUBPROCESS_COMMAND = command_without_vision_and_audio(registry.__name__)
 
 
 def serialize_sends() -> None:
@@ -171,42 +158,6 @@ def tell_loggers(config_for_loggers: Callable[[VllmConfig], VllmConfig]) -> None
         return made
 
     replace(StatLoggerManager, "__init__", wrap)
-
-
-def explain_refused_media() -> None:
-    """Have the error say what to do where a request brings an image to an engine for text alone.
-
-    Without it: "Multi-modal processor not available for text-only models", or "At most 0 image(s)
-    may be provided", of a class that is known for its images. The request is refused in either
-    case, before the engine core hears of it. Missing seam: requests are not shown to an executor.
-    """
-    from vllm.exceptions import VLLMValidationError
-    from vllm.multimodal.processing.context import BaseProcessingInfo
-    from vllm.renderers.base import BaseRenderer
-
-    def wrap(
-        model_of: Callable[[Any], ModelConfig],
-    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        def around(stock: Callable[..., Any]) -> Callable[..., Any]:
-            def explain(self: Any, *args: Any, **kwargs: Any) -> Any:
-                try:
-                    return stock(self, *args, **kwargs)
-                except (ValueError, VLLMValidationError) as error:
-                    model = model_of(self)
-                    if not model.is_multimodal_model or model.supports_multimodal_inputs:
-                        raise
-                    raise VLLMValidationError(
-                        "this engine serves the text alone of a model with a vision tower "
-                        "(language_model_only=True), and PAT serves no images, videos or audio: "
-                        "leave them out of the request, or serve the model without PAT"
-                    ) from error
-
-            return explain
-
-        return around
-
-    replace(BaseRenderer, "get_mm_processor", wrap(lambda renderer: renderer.model_config))
-    replace(BaseProcessingInfo, "validate_num_items", wrap(lambda info: info.ctx.model_config))
 
 
 _RAY_ADDRESS = "_pat_ray_address"

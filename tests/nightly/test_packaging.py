@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from pat_vllm.modelled.hardware import modelled_profile
-from pat_vllm.start import text_only
 from tests.support.models import random_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -116,17 +115,10 @@ if __name__ == "__main__":
 
 @pytest.fixture(scope="module")
 def as_pip_installs(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with the wheel's packages, and with those that pip installs with vLLM's CPU build.
-
-    They were made for another torch.
-    """
+    """Folder with the wheel's packages."""
     directory = tmp_path_factory.mktemp("installed")
     with zipfile.ZipFile(wheel) as archive:  # which for a wheel of pure Python is to install it
         archive.extractall(directory)
-    for name in text_only.PACKAGES:
-        (directory / name).mkdir()
-        broken = f"raise RuntimeError('operator {name}::nms does not exist')"
-        (directory / name / "__init__.py").write_text(broken)
     return directory
 
 

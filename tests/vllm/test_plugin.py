@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +14,6 @@ import pytest
 import pat_vllm
 from pat_vllm.plugin import ALLOW_UNTESTED, check_vllm_version, register
 from pat_vllm.predictor.draft_schedule import ngram_config
-from pat_vllm.start.text_only import PACKAGES, is_without_vision_and_audio
 from tests.support.models import random_model
 
 SCHEDULER = "pat_vllm.scheduler.scheduler.PATScheduler"
@@ -155,7 +152,7 @@ config = SimpleNamespace(parallel_config=SimpleNamespace(distributed_executor_ba
 vllm.v1.executor.abstract.Executor.get_class(config)
 ours = {name for name in sys.modules if name.startswith("pat_vllm")}
 parts = {"patches", *("patches." + one for one in ("dead_engine", "front_end", "replacing"))}
-parts |= {"plugin", "text_only"}
+parts |= {"plugin"}
 assert ours == {"pat_vllm", *("pat_vllm." + part for part in parts)}, ours
 print("light")
 """
@@ -290,28 +287,3 @@ def test_an_engine_on_another_version_is_refused(monkeypatch: pytest.MonkeyPatch
         with pytest.raises(ValueError, match=r"vLLM 0\.99\.0 is installed"):
             engine_config(way)
     assert engine_config("mp").scheduler_config.scheduler_cls is None
-
-
-def test_vllm_looks_at_models_without_what_commands_do_without(
-    executor: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In a process of its own, which pip's torchvision, for another torch, would end."""
-    from vllm.model_executor.models import registry
-
-    stock = [sys.executable, "-m", registry.__name__]
-    monkeypatch.setattr(registry, "_SUBPROCESS_COMMAND", stock)
-    for name in PACKAGES:  # or an earlier test has run a command
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    assert not is_without_vision_and_audio()
-    register()
-    assert registry._SUBPROCESS_COMMAND is stock
-    for name in PACKAGES:
-        monkeypatch.setitem(sys.modules, name, None)
-        (tmp_path / f"{name}.py").write_text("raise RuntimeError('for another torch')")
-    register()
-    *command, module = registry._SUBPROCESS_COMMAND
-    assert module == registry.__name__
-    (tmp_path / "some.py").write_text("import sys; print(__name__, sys.modules['torchvision'])")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    done = subprocess.run([*command, "some"], capture_output=True, text=True)
-    assert done.stdout == "__main__ None\n", done.stderr
