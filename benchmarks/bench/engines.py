@@ -18,12 +18,12 @@ from benchmarks.bench.workloads import MAX_TOKENS, Workload
 from benchmarks.common import config_of
 from benchmarks.engine_process import PARK_SECONDS, PATIENCE_SECONDS, EngineFailed, EngineProcess
 from benchmarks.paired import turns
+from benchmarks.simulator.traces import LengthTrace
 from pat_vllm.config import PATConfig
 from pat_vllm.doctor.child import environment
 from pat_vllm.layout import Layout
 from pat_vllm.profiling.cache import CACHE_DIR
 from pat_vllm.reporting import Report
-from pat_vllm.simulator.traces import LengthTrace
 
 _BLOCK_TOKENS = 128
 """Tokens of a KV block: vLLM's default on CPUs."""

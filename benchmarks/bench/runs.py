@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.batch import Request, serve_batch
+from benchmarks.simulator.traces import LengthTrace
 from pat_vllm.layout import Layout
 from pat_vllm.reporting import DecisionReport, PredictorReport, Report
-from pat_vllm.simulator.traces import LengthTrace
 
 PAT = "PAT"
 """Name of the adaptive side."""

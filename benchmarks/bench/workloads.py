@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pat_vllm.simulator import shapes
-from pat_vllm.simulator.traces import LengthTrace
+from benchmarks.simulator import shapes
+from benchmarks.simulator.traces import LengthTrace
 
 MAX_TOKENS = 320
 """Longest response of any workload, tokens. The predictor is told it for all of them."""

@@ -8,6 +8,11 @@ from itertools import cycle
 import numpy as np
 from numpy.typing import ArrayLike
 
+from benchmarks.simulator.drafts import AcceptedDrafts
+from benchmarks.simulator.engine import SimulatedLiveRequests, SimulatedReport
+from benchmarks.simulator.ground_truth import GroundTruth
+from benchmarks.simulator.simulate import simulate
+from benchmarks.simulator.traces import LengthTrace
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.acceptance import PLAIN
 from pat_vllm.predictor.forecast import forecast
@@ -15,18 +20,9 @@ from pat_vllm.predictor.planner import Planner
 from pat_vllm.predictor.policy import Policy, StayPolicy
 from pat_vllm.predictor.state import Floats, LiveRequests, LiveState
 from pat_vllm.profile import Profile, StepShape
-from pat_vllm.simulator.accepted_drafts import AcceptedDraftTokens
-from pat_vllm.simulator.ground_truth import GroundTruth
-from pat_vllm.simulator.simulate import simulate
-from pat_vllm.simulator.simulated_engine import SimulatedLiveRequests
-from pat_vllm.simulator.simulated_report import SimulatedReport
-from pat_vllm.simulator.traces import LengthTrace
 
 _NEWS = 0.02
 """Share of the live requests that have to end before it plans again."""
-
-_MANY = 512
-"""Steps whose mean time it knows: not the noise of single ones."""
 
 
 class ClairvoyantPolicy(Policy):
@@ -54,7 +50,7 @@ class ClairvoyantPolicy(Policy):
         def step(layout: Layout, *work: ArrayLike) -> Floats:
             columns = np.broadcast_arrays(*work)  # as in `StepShape`
             rows = np.rint(columns).astype(int).reshape(len(columns), -1).T.tolist()
-            seconds = [truth.step_seconds(layout, StepShape(*row), 0.0, _MANY) for row in rows]
+            seconds = [truth.step_seconds(layout, StepShape(*row), 0.0) for row in rows]
             return np.array(seconds).reshape(columns[0].shape)
 
         self._planner = Planner(
@@ -97,7 +93,7 @@ class ClairvoyantPolicy(Policy):
         draft_yield = PLAIN
         if len(self._lengths) > 1:
             every = np.arange(len(batch))
-            draft_yield = AcceptedDraftTokens.of(batch).draft_yield(every, fresh, self._lengths)
+            draft_yield = AcceptedDrafts(batch).draft_yield(every, fresh, self._lengths)
         layout_costs = self._planner.layout_costs(
             ahead, prompts=int(prompts.sum()), draft_yield=draft_yield
         )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from benchmarks.simulator.ground_truth import GroundTruth
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.cost import Number
 from pat_vllm.profile import StepShape
-from pat_vllm.simulator.ground_truth import GroundTruth
 
 
 @dataclass(frozen=True)
@@ -19,9 +19,9 @@ class DriftingTruth:
     slowdown: float
     over: float
 
-    def step_seconds(self, layout: Layout, shape: StepShape, now: float, steps: int = 1) -> float:
+    def step_seconds(self, layout: Layout, shape: StepShape, now: float) -> float:
         drift = 1 + self.slowdown * min(1.0, max(0.0, now) / self.over)
-        return drift * self.base.step_seconds(layout, shape, now, steps)
+        return drift * self.base.step_seconds(layout, shape, now)
 
     def switch_seconds(
         self, source: Layout, target: Layout, live: Number, tokens: Number
@@ -36,8 +36,8 @@ class ScaledSwitches:
     base: GroundTruth
     factor: float
 
-    def step_seconds(self, layout: Layout, shape: StepShape, now: float, steps: int = 1) -> float:
-        return self.base.step_seconds(layout, shape, now, steps)
+    def step_seconds(self, layout: Layout, shape: StepShape, now: float) -> float:
+        return self.base.step_seconds(layout, shape, now)
 
     def switch_seconds(
         self, source: Layout, target: Layout, live: Number, tokens: Number

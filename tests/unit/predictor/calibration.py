@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from benchmarks.simulator.traces import LengthTrace
 from pat_vllm.predictor.length_model import LengthModel
 from pat_vllm.predictor.state import Ints, LiveRequests
-from pat_vllm.simulator.traces import LengthTrace
 from tests.unit.predictor.examples import live_requests
 
 _ALIVE = (0.75, 0.5, 0.25, 0.1)

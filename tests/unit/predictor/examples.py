@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from benchmarks.simulator import shapes
+from benchmarks.simulator.traces import LengthTrace
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.adaptive import AdaptivePolicy
 from pat_vllm.predictor.length_model import LengthModel
 from pat_vllm.predictor.state import LiveRequests
 from pat_vllm.profile import Profile, StepSample, StepShape, SwitchSample
 from pat_vllm.reporting import SwitchReport
-from pat_vllm.simulator import shapes
-from pat_vllm.simulator.traces import LengthTrace
 
 REPLICAS, GROUP = Layout(1, 2), Layout(2, 1)
 BOUND = 384

@@ -11,6 +11,11 @@ from unittest.mock import Mock
 
 import pytest
 
+from benchmarks.simulator import shapes
+from benchmarks.simulator.engine import SimulatedReport
+from benchmarks.simulator.ground_truth import GroundTruth, ReplayedGroundTruth
+from benchmarks.simulator.simulate import simulate, simulate_batches
+from benchmarks.simulator.traces import LengthTrace
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.adaptive import (
     _HYSTERESIS,
@@ -24,11 +29,6 @@ from pat_vllm.predictor.policy import Policy, StayPolicy
 from pat_vllm.predictor.state import LiveRequests, LiveState, Turn
 from pat_vllm.profile import StepShape
 from pat_vllm.reporting import SwitchReport
-from pat_vllm.simulator import shapes
-from pat_vllm.simulator.ground_truth import GroundTruth, ReplayedGroundTruth
-from pat_vllm.simulator.simulate import simulate, simulate_batches
-from pat_vllm.simulator.simulated_report import SimulatedReport
-from pat_vllm.simulator.traces import LengthTrace
 from tests.support.clairvoyant import clairvoyant
 from tests.support.truths import DriftingTruth, ScaledSwitches
 from tests.unit.predictor.examples import (
@@ -202,7 +202,7 @@ def test_it_plans_only_when_something_has_changed(monkeypatch: pytest.MonkeyPatc
     trace = shapes.uniform(64, 200, 200, BOUND, seed=0)
     choose = Mock(wraps=policy.choose)
     monkeypatch.setattr(policy, "choose", choose)
-    simulate(trace, policy, TRUTH, PROFILE, chunk=1)
+    simulate(trace, policy, TRUTH, PROFILE)
     assert choose.call_count > 300
     assert policy.report().plans < 60
 

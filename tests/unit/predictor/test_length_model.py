@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.simulator import shapes
+from benchmarks.simulator.traces import LengthTrace
 from pat_vllm.predictor import learned_state
 from pat_vllm.predictor.length_model import EDGES, LengthModel, cumulative_hazard, pool_of
 from pat_vllm.predictor.state import LiveRequests
-from pat_vllm.simulator import shapes
-from pat_vllm.simulator.traces import LengthTrace
 from tests.unit.predictor.calibration import Calibration, live_at, replay, tell
 from tests.unit.predictor.examples import live_requests
 

@@ -1,4 +1,4 @@
-"""The simulator against runs computed by hand, and against itself step by step."""
+"""The simulator against runs computed by hand, and what always holds of it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.simulator.engine import SimulatedEngine, SimulatedLiveRequests
+from benchmarks.simulator.replica import FreeMemory
+from benchmarks.simulator.simulate import simulate, simulate_batches
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.policy import StayPolicy
 from pat_vllm.predictor.state import Turn
 from pat_vllm.profile import StepShape
 from pat_vllm.reporting import Report
-from pat_vllm.simulator.simulate import simulate, simulate_batches
-from pat_vllm.simulator.simulated_engine import SimulatedEngine, SimulatedLiveRequests
-from tests.support.schedules import FollowSchedule, LayoutSchedule
-from tests.unit.simulator.simple import (
+from tests.support.schedules import LayoutSchedule
+from tests.unit.benchmarks.simulator.simple import (
     FREE,
     LAYOUTS,
     ONE,
@@ -142,24 +143,20 @@ class Observed(Constant):
 
     shapes: list[tuple[int, int, int, int]] = field(default_factory=list)
 
-    def step_seconds(self, layout: Layout, shape: StepShape, now: float, steps: int = 1) -> float:
+    def step_seconds(self, layout: Layout, shape: StepShape, now: float) -> float:
         self.shapes.append((shape.batch, shape.context, shape.longest, shape.prefill))
-        return super().step_seconds(layout, shape, now, steps)
+        return super().step_seconds(layout, shape, now)
 
 
 def test_shapes_of_steps() -> None:
-    trace, policy = batch(3, 9, prompt=4), StayPolicy(TWO)
-    one_by_one, chunked = Observed(), Observed()
-    simulate(trace, policy, one_by_one, FREE, chunk=1)
+    observed = Observed()
+    simulate(batch(3, 9, prompt=4), StayPolicy(TWO), observed, FREE)
     # Both prompts, two steps of both requests, and six of the longer one.
     alone = [(1, tokens, tokens, 0) for tokens in range(7, 13)]
-    assert one_by_one.shapes == [(0, 0, 0, 8), (2, 10, 5, 0), (2, 12, 6, 0), *alone]
-    # A chunk has the shape of the step in its middle.
-    simulate(trace, policy, chunked, FREE)
-    assert (1, 9, 9, 0) in chunked.shapes and len(chunked.shapes) < len(one_by_one.shapes)
+    assert observed.shapes == [(0, 0, 0, 8), (2, 10, 5, 0), (2, 12, 6, 0), *alone]
 
 
-def test_state_counts_steps_within_a_chunk() -> None:
+def test_a_policy_sees_live_requests() -> None:
     engine = SimulatedEngine(batch(30, 200), Constant(), FREE, StayPolicy(ONE))
     while engine.num_seqs == 2:
         engine.advance()
@@ -196,7 +193,7 @@ def test_every_request_finishes_with_its_length(data: st.DataObject, lengths: li
     )
     trace = batch(*lengths, prompt=data.draw(st.integers(1, 9)), arrivals=arrivals)
     policy = Recorder(data.draw(schedules(len(lengths))))
-    run = simulate(trace, policy, Linear(), capacity, chunk=data.draw(st.sampled_from([1, 7, 32])))
+    run = simulate(trace, policy, Linear(), capacity)
     ended = [event for event in policy.events if event[0] == "finished"]
     assert sorted(event[2] for event in ended) == sorted(lengths)
     of_each = {event[2].trajectory: event[3] for event in policy.events if event[0] == "ended"}
@@ -211,51 +208,13 @@ def test_every_request_finishes_with_its_length(data: st.DataObject, lengths: li
     assert run.timeline[-1].num_seqs == 0
 
 
-@settings(max_examples=50)
-@given(st.data(), st.lists(st.integers(1, 6) | st.integers(1, 900), min_size=1, max_size=24))
-def test_chunks_change_nothing_where_their_steps_are_equal(
-    data: st.DataObject, lengths: list[int]
-) -> None:
-    """Every response ends when it does step by step, however steps tie and wherever one drains."""
-    arrivals = data.draw(st.just([0.0]) | st.lists(st.floats(0, 30), min_size=1))
-    capacity = FREE.model_copy(
-        update={
-            "max_num_seqs": {tp: data.draw(st.integers(1, 30)) for tp in (1, 2, 4)},
-            "max_batch_tokens": {tp: data.draw(st.integers(4, 200)) for tp in (1, 2, 4)},
-            "kv_tokens": {tp: data.draw(st.integers(1_000, 30_000)) for tp in (1, 2, 4)},
-        }
-    )
-    schedule = data.draw(schedules(len(lengths)))
-    truth = Linear(data.draw(st.sampled_from([0.1, 0.3, 1.0])), token=0.0)
-    trace = batch(*lengths, arrivals=[arrivals[i % len(arrivals)] for i in range(len(lengths))])
-    chunks, steps = (
-        simulate(trace, FollowSchedule(schedule), truth, capacity, chunk=chunk) for chunk in (32, 1)
-    )
-    assert chunks.finished == pytest.approx(steps.finished, abs=1e-4)
-    assert chunks.seconds == pytest.approx(steps.seconds, abs=1e-4)
-    switches = [[(s.num_seqs, s.target, s.tokens) for s in r.switches] for r in (chunks, steps)]
-    assert switches[0] == switches[1]
-
-
-def test_what_a_chunk_overwrites_is_gone_when_its_requests_end() -> None:
-    """A preempted request finds as much of its KV as where steps are made one by one."""
-    lengths = [1] * 6 + [297, 500] + [1] * 6 + [494] + [1] * 7 + [242, 1]
-    limits = {"max_num_seqs": 4, "max_batch_tokens": 4, "kv_tokens": 1000}
-    capacity = FREE.model_copy(update={name: {1: limit} for name, limit in limits.items()})
-    trace = batch(*lengths, arrivals=[1.0, 0.0] * (len(lengths) // 2))
-    chunks, steps = (
-        simulate(trace, StayPolicy(Layout.of(1, 4)), Linear(0.1, token=0.0), capacity, chunk=chunk)
-        for chunk in (32, 1)
-    )
-    assert chunks.preempted == steps.preempted == 3
-    assert chunks.prefilled == steps.prefilled
-
-
-@settings(max_examples=15)
-@given(st.sampled_from(LAYOUTS), st.lists(st.integers(1, 900), min_size=1, max_size=24))
-def test_chunks_are_exact_enough(layout: Layout, lengths: list[int]) -> None:
-    chunks, steps = (
-        simulate(batch(*lengths), StayPolicy(layout), Linear(), FREE, chunk=chunk).seconds
-        for chunk in (32, 1)
-    )
-    assert chunks == pytest.approx(steps, rel=0.005, abs=0.1)
+def test_what_was_freed_first_is_overwritten_first_and_its_end_first() -> None:
+    """What preempted requests find again."""
+    memory = FreeMemory(10)
+    memory.free(5, owner=1)
+    memory.free(7, owner=2)
+    memory.overwrite(12)
+    assert memory.total == 10
+    assert memory.take_back(1) == 3 and memory.take_back(1) == 0
+    memory.overwrite(7)
+    assert memory.take_back(2) == 0 and memory.total == 0

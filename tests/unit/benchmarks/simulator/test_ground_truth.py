@@ -1,16 +1,15 @@
-"""Durations of simulated steps and switches: those of a profile, scaled, drifting, with noise."""
+"""Durations of simulated steps: those of a profile, with noise."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
 
 import pytest
 
-from pat_vllm.modelled.hardware import measured_noise, modelled_profile
+from benchmarks.simulator.ground_truth import ReplayedGroundTruth
+from pat_vllm.modelled.hardware import modelled_profile
 from pat_vllm.profile import Profile, StepShape
-from pat_vllm.simulator.ground_truth import ReplayedGroundTruth
-from tests.unit.simulator.simple import ONE, TWO
+from tests.unit.benchmarks.simulator.simple import ONE, TWO
 
 
 def noisy_profile(*ratios: float) -> Profile:
@@ -42,24 +41,17 @@ def test_measured_steps_are_replayed() -> None:
 
 def test_noise_is_that_of_single_steps() -> None:
     profile = noisy_profile(0.8, 1.0, 1.0, 1.3)
-    plain, noisy = ReplayedGroundTruth(profile), ReplayedGroundTruth(profile, profile)
+    plain, noisy, other = (
+        ReplayedGroundTruth(profile, noise, seed)
+        for noise, seed in ((None, 0), (profile, 0), (profile, 1))
+    )
     shapes = [StepShape(4, 4 * n, n) for n in range(512, 2048)]
-
-    def ratios(steps: int) -> Sequence[float]:
-        return [
-            noisy.step_seconds(TWO, shape, 0, steps) / plain.step_seconds(TWO, shape, 0)
-            for shape in shapes
-        ]
-
-    single, chunks = ratios(1), ratios(32)
-    assert {round(ratio, 6) for ratio in single} == {0.8, 1.0, 1.3}
-    assert single == ratios(1)
-    assert statistics.mean(single) == pytest.approx(1.025, abs=0.01)
-    assert statistics.mean(chunks) == pytest.approx(1.025, abs=0.01)
-    assert statistics.stdev(chunks) == pytest.approx(statistics.stdev(single) / 32**0.5, rel=0.2)
-    other = ReplayedGroundTruth(profile, profile, seed=1)
-    assert other.step_seconds(TWO, shapes[0], 0, 7) != noisy.step_seconds(TWO, shapes[0], 0, 7)
-    assert isinstance(measured_noise(), Profile), "the noise of an engine is shipped"
+    times = [noisy.step_seconds(TWO, shape, 0) for shape in shapes]
+    factors = [t / plain.step_seconds(TWO, s, 0) for t, s in zip(times, shapes, strict=True)]
+    assert {round(factor, 6) for factor in factors} == {0.8, 1.0, 1.3}
+    assert statistics.mean(factors) == pytest.approx(1.025, abs=0.01)
+    assert times == [noisy.step_seconds(TWO, shape, 1) for shape in shapes]
+    assert times != [other.step_seconds(TWO, shape, 0) for shape in shapes]
 
 
 def test_steps_with_drafts_are_replayed() -> None:
@@ -76,5 +68,3 @@ def test_steps_with_drafts_are_replayed() -> None:
         for drafts in (16, 0, 32)
     )
     assert half == pytest.approx((none + every) / 2)
-    with pytest.raises(ValueError, match="draft length 3"):
-        truth.step_seconds(profile.layouts[0], StepShape(8, 8000, 1000, drafts=24, k=3), 0.0)

@@ -6,17 +6,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.simulator.traces import LengthTrace
 from pat_vllm.layout import Layout
-from pat_vllm.modelled.hardware import measured_noise
+from pat_vllm.modelled.hardware import modelled_profile
 from pat_vllm.predictor.state import LiveState, Turn
 from pat_vllm.profile import Profile, StepShape
 from pat_vllm.reporting import SwitchReport
-from pat_vllm.simulator.traces import LengthTrace
 from tests.support.schedules import FollowSchedule, LayoutSchedule
 
 ONE, TWO = Layout(1, 2), Layout(2, 1)
 LAYOUTS = tuple(Layout.of(tp, 4) for tp in (1, 2, 4))
-_PROFILE = measured_noise()
+_PROFILE = modelled_profile("llama-3.1-8b", "A40", 8)
 
 
 def capacity_of(
@@ -47,7 +47,7 @@ class Constant:
 
     switch: float = 2.0
 
-    def step_seconds(self, layout: Layout, shape: StepShape, now: float, steps: int = 1) -> float:
+    def step_seconds(self, layout: Layout, shape: StepShape, now: float) -> float:
         return {1: 1.0, 2: 0.75, 4: 0.5}[layout.tp]
 
     def switch_seconds(self, source: Layout, target: Layout, live: Any, tokens: Any) -> Any:
@@ -62,7 +62,7 @@ class Linear:
     switch: float = 1.0
     token: float = 1e-4
 
-    def step_seconds(self, layout: Layout, shape: StepShape, now: float, steps: int = 1) -> float:
+    def step_seconds(self, layout: Layout, shape: StepShape, now: float) -> float:
         tp = layout.tp
         read = (1.0 + self.token * shape.context) / tp
         work = self.request * shape.batch / tp**0.3 + 1e-3 * shape.prefill / tp
@@ -76,7 +76,7 @@ class Linear:
 class Verifying:
     """A step takes 1 s, and a little for drafts and context."""
 
-    def step_seconds(self, layout: Layout, shape: StepShape, now: float, steps: int = 1) -> float:
+    def step_seconds(self, layout: Layout, shape: StepShape, now: float) -> float:
         return float((1.0 + 0.01 * shape.drafts + 1e-4 * shape.context) / layout.tp**0.5)
 
     def switch_seconds(self, source: Layout, target: Layout, live: Any, tokens: Any) -> Any:
