@@ -1,4 +1,4 @@
-"""`python -m benchmarks.gpu [--quick] [--device cuda|cpu] [--parts ...] [--engines RANKS]`."""
+"""`python -m benchmarks.gpu [--quick] [--device cuda|cpu] [--engines RANKS]`."""
 
 from __future__ import annotations
 
@@ -13,15 +13,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu import ceiling, kv_blocks, report, reshard
-from benchmarks.gpu.shapes import Scale, scale_of
-from benchmarks.gpu.timing import Stopwatch
+from benchmarks.gpu import ceiling, kv_blocks, report
+from benchmarks.gpu.timing import Stopwatch, scale_of
 from benchmarks.record import RESULTS
-
-Part = Callable[[Stopwatch, Scale, float], dict[str, Any]]
-
-PARTS: dict[str, Part] = {"reshard": reshard.measure, "kv": kv_blocks.measure}
-"""What can be measured, beside the ceilings, which all of them refer to."""
 
 
 def main(arguments: Sequence[str]) -> Path:
@@ -30,7 +24,6 @@ def main(arguments: Sequence[str]) -> Path:
     parser.add_argument("--quick", action="store_true", help="the most important, in a minute")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--parts", nargs="+", choices=tuple(PARTS), default=tuple(PARTS))
     parser.add_argument("--engines", type=int, help="also time engines of so many ranks, by vLLM")
     shape_help = "of their model, as of pat-vllm doctor, or a known model's name"
     parser.add_argument("--shape", default="tiny", help=shape_help)
@@ -47,9 +40,10 @@ def main(arguments: Sequence[str]) -> Path:
     given.out.mkdir(parents=True, exist_ok=True)
 
     begun = time.perf_counter()
-    results["ceiling"] = ceiling.measure(stopwatch, scale)
-    rate = results["ceiling"]["copy_bytes_per_second"]
-    parts = {part: partial(PARTS[part], stopwatch, scale, rate) for part in given.parts}
+    results["copies"] = ceiling.measure(stopwatch, scale)
+    rate = results["copies"]["copy_bytes_per_second"]
+    parts: dict[str, Callable[[], dict[str, Any]]]
+    parts = {"kv": partial(kv_blocks.measure, stopwatch, scale, rate)}
     if given.engines:
         from benchmarks.gpu import engines
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.shapes import Scale
-from benchmarks.gpu.timing import Stopwatch
+from benchmarks.gpu.timing import Scale, Stopwatch
 from pat_vllm.kernels.swap import RowSwap, prepare
 
 _LARGE = 256 << 20

@@ -18,8 +18,7 @@ import torch
 
 from benchmarks.gpu.ceiling import random_like
 from benchmarks.gpu.report import slowest
-from benchmarks.gpu.shapes import Scale
-from benchmarks.gpu.timing import Stopwatch, milliseconds
+from benchmarks.gpu.timing import Scale, Stopwatch, milliseconds
 from pat_vllm.kernels.kv import IndexedBlocks, Piece, StagedBlocks, staged_blocks
 from pat_vllm.kv_transfer.plan import RankMoves, RequestBlocks, plan_moves
 from pat_vllm.layout import Layout
@@ -44,7 +43,6 @@ def measure(stopwatch: Stopwatch, scale: Scale, copy_rate: float) -> dict[str, A
     Raises:
         AssertionError: what was packed or unpacked is wrong.
     """
-    name, model = next(iter(scale.models.items()))
     bound = scale.kv_bytes
     if stopwatch.device.type == "cuda":
         bound = min(bound, torch.cuda.mem_get_info(stopwatch.device)[0] * 6 // 10)
@@ -52,15 +50,13 @@ def measure(stopwatch: Stopwatch, scale: Scale, copy_rate: float) -> dict[str, A
     rows: list[dict[str, Any]] = []
     skipped = set()
     for requests, tokens, wide in product(scale.requests, scale.tokens, scale.wide):
-        case = Case(model, Layout(1, wide), Layout(wide, 1), requests, tokens)
+        case = Case(scale.model, Layout(1, wide), Layout(wide, 1), requests, tokens)
         if case.words > len(memory):
             skipped.add((requests, tokens))
         else:
             rows += _measure_case(stopwatch, random_like(memory[: case.words]), case, copy_rate)
     left_out = ", ".join(f"{requests} x {tokens} tokens" for requests, tokens in sorted(skipped))
-    about = (
-        f"Packing and unpacking KV: all layers of {name}, one launch per layer; the slower way. "
-    )
+    about = f"{scale.model.layers} layers, one launch for each; the slower direction. "
     return {
         "about": f"{about}Left out, as more than fits: {left_out or 'nothing'}.",
         "tables": [slowest(rows, ("requests", "tokens", "what", "cache_layout"))],

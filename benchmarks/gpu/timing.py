@@ -1,16 +1,58 @@
-"""Time on a device: medians of several runs, without compilation and without the cache's help."""
+"""Time on a device: how much is measured, and medians of several runs, without compilation and
+without the cache's help."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 
 from benchmarks.record import Summary
+from pat_vllm.models.known_models import MODEL_SHAPES
+from pat_vllm.models.model_size import ModelSize
 
 _FLUSH_BYTES = 256 << 20
 """Written before each run on a GPU: several times the L2 of the largest ones."""
+
+
+TINY = ModelSize(2, 64, 8, 4, 16, 128, 512, tied=False)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is measured; by default all of it.
+
+    Attributes:
+        model: a dense decoder.
+        copies: bytes of a copy, ascending.
+        requests, tokens: what KV is moved for, and how much of each.
+        wide: tensor parallelism at the far end of that move.
+        kv_bytes: bound on the KV of one measurement, over all layers.
+        repeats: runs of which the median is taken.
+    """
+
+    model: ModelSize
+    copies: tuple[int, ...] = tuple(n << 20 for n in (1, 4, 16, 64, 256, 1024, 4096))
+    requests: tuple[int, ...] = (1, 4, 16, 64)
+    tokens: tuple[int, ...] = (2048, 8192, 32768)
+    wide: tuple[int, ...] = (2, 8)
+    kv_bytes: int = 48 << 30
+    repeats: int = 9
+
+
+def scale_of(device: torch.device, quick: bool) -> Scale:
+    """Of a GPU all of it, for Llama-3.1-8B, or in a minute the most important; of CPU tiny
+    shapes."""
+    if device.type == "cpu":
+        return Scale(TINY, (1 << 16, 1 << 20), (1, 3), (32, 64), (2, 4), 1 << 20, repeats=2)
+    whole = Scale(ModelSize.of(MODEL_SHAPES["llama-3.1-8b"]))
+    if not quick:
+        return whole
+    sizes = {"requests": (1, 16), "tokens": (2048, 8192), "wide": (2,)}
+    copies = tuple(n << 20 for n in (16, 256, 1024))
+    return replace(whole, copies=copies, kv_bytes=16 << 30, repeats=5, **sizes)
 
 
 def milliseconds(timing: Summary) -> dict[str, float]:
@@ -37,15 +79,10 @@ class Stopwatch:
 
     def measure(self, run: Callable[[], object]) -> Summary:
         """Seconds that `run` takes, warmed up."""
-        return self.measure_cycle([run])[0]
-
-    def measure_cycle(self, runs: Sequence[Callable[[], object]]) -> list[Summary]:
-        """Time each of `runs`, which are made one after the other, again and again."""
-        for run in runs:
-            run()
-        rounds = [[self._start(run) for run in runs] for _ in range(self._repeats)]
+        run()
+        runs = [self._start(run) for _ in range(self._repeats)]
         self.synchronize()
-        return [Summary.of([finish() for finish in column]) for column in zip(*rounds, strict=True)]
+        return Summary.of([finish() for finish in runs])
 
     def synchronize(self) -> None:
         """Wait for the device."""
