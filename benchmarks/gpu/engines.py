@@ -1,4 +1,4 @@
-"""Decode steps and memory of whole engines: each layout beside stock vLLM at its tp.
+"""Decode steps of whole engines: each layout beside stock vLLM at its tp.
 
 Needs vLLM. Both are asked the same, in the same way: tokens are timed as they come to the front
 end. On GPUs engines compile and capture as vLLM does by default, on CPU they are eager.
@@ -62,80 +62,48 @@ def measure(ranks: int, shape: str, on_cpu: bool) -> dict[str, Any]:
             "distributed_executor_backend": "mp",
         }
         pat = {"base_tp": 1, "policy": {"kind": "static"}, "kv_transfer": "migrate"}
-        pat |= {"layouts": [layout.tp for layout in layouts], "experts": "both"}
+        pat |= {"layouts": [layout.tp for layout in layouts]}
         if on_cpu:
             pat["weights"] = "inplace"
-        stock = {}
         texts = prompts(vocab, max(REQUESTS) * ranks)
-        for layout in layouts:
-            tp = {"tensor_parallel_size": layout.tp}
-            stock[layout.tp] = _measured({**engine, **tp}, texts, on_cpu)
+        stock = {
+            (layout.tp, row["requests"]): row["ms"]
+            for layout in layouts
+            for row in _measured({**engine, "tensor_parallel_size": layout.tp}, texts, on_cpu)
+        }
         ours = {"tensor_parallel_size": ranks, "distributed_executor_backend": "pat"}
         ours["additional_config"] = {"pat": pat}
-        with_pat = _measured({**engine, **ours}, texts, on_cpu)
+        rows = _measured({**engine, **ours}, texts, on_cpu)
+    for row in rows:
+        row["stock ms"] = stock[Layout.parse(row["layout"]).tp, row["requests"]]
+        row["ratio"] = row["ms"] / row["stock ms"]
     return {
         "about": (
             f"Random model {shape}. Milliseconds between two tokens of a request, timed in the "
             "front end: one alone, or several in each replica. Stock vLLM has the layout's tp, and "
-            "one replica. Then MiB of the rank with most; memory is that "
-            f"{'of a process' if on_cpu else 'in use of a GPU'}, packed weights have no size."
+            "one replica."
         ),
-        "tables": [_beside_stock(with_pat["steps"], stock), _memory(with_pat, stock)],
+        "tables": [rows],
     }
-
-
-def _beside_stock(
-    steps: Sequence[dict[str, Any]], stock: dict[int, dict[str, Any]]
-) -> list[dict[str, Any]]:
-    rows = []
-    for row in steps:
-        of_tp = stock[Layout.parse(row["layout"]).tp]["steps"]
-        (other,) = (step for step in of_tp if step["requests"] == row["requests"])
-        rows.append({**row, "stock ms": other["ms"], "ratio": row["ms"] / other["ms"]})
-    return rows
-
-
-def _memory(ours: dict[str, Any], stock: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
-    """MiB of the rank that has most."""
-
-    def most(ranks: Sequence[dict[str, Any]], what: str) -> float:
-        return max(rank[what] for rank in ranks) / 2**20
-
-    rows = []
-    for name in dict.fromkeys(row["layout"] for row in ours["steps"]):
-        theirs = stock[Layout.parse(name).tp]["ranks"]
-        rows.append(
-            {
-                "layout": name,
-                "weights": max(rank["weights"][name] for rank in ours["ranks"]) / 2**20,
-                "stock weights": max(rank["weights"][_STOCK] for rank in theirs) / 2**20,
-                "held": most(ours["ranks"], "held"),
-                "memory": most(ours["ranks"], "memory"),
-                "stock memory": most(theirs, "memory"),
-            }
-        )
-    return rows
 
 
 def _measured(
     engine: dict[str, Any], texts: Sequence[Sequence[int]], on_cpu: bool
-) -> dict[str, Any]:
+) -> list[dict[str, Any]]:
     variables = {
         **environment(engine["tensor_parallel_size"]),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-        # `_facts` is sent to the workers.
-        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
     }
     if not on_cpu:
         del variables["TORCHDYNAMO_DISABLE"]
     with EngineProcess(engine, variables) as process:
         process.wait_until_ready()
-        measured: dict[str, Any] = process.call(time_steps, texts)
+        measured: list[dict[str, Any]] = process.call(time_steps, texts)
     return measured
 
 
-def time_steps(llm: Any, texts: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """In the engine's process: milliseconds between two tokens of a request, and `_facts`."""
+def time_steps(llm: Any, texts: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
+    """In the engine's process: milliseconds between two tokens of a request."""
     layouts: tuple[Layout | None, ...] = (None,)
     if "pat" in llm.llm_engine.vllm_config.additional_config:
         from pat_vllm.api import report
@@ -153,7 +121,7 @@ def time_steps(llm: Any, texts: Sequence[Sequence[int]]) -> dict[str, Any]:
                 gaps = _gaps(llm, texts[:total])
             name = _STOCK if layout is None else str(layout)
             steps.append({"layout": name, "requests": requests, **milliseconds(Summary.of(gaps))})
-    return {"steps": steps, "ranks": llm.collective_rpc(_facts)}
+    return steps
 
 
 def _gaps(llm: Any, texts: Sequence[Sequence[int]]) -> list[float]:
@@ -171,33 +139,3 @@ def _gaps(llm: Any, texts: Sequence[Sequence[int]]) -> list[float]:
         for output in answered:
             came[output.request_id].append(now)
     return [b - a for times in came.values() for a, b in pairwise(times[_UNSETTLED:])]
-
-
-def _facts(worker: Any) -> dict[str, Any]:
-    """What a rank holds, in bytes.
-
-    Returns:
-        `weights` of each layout by its name, as the layout sees them; less where vLLM has packed
-        them for its CPU kernels and freed what they were; `held`, of all layouts' weights
-        together; `memory`, of the process on CPU, else of the device in use.
-    """
-    import psutil
-    import torch
-
-    runtimes = getattr(worker, "_runtimes", None)
-    runners = {_STOCK: worker.model_runner}
-    if runtimes:
-        runners = {str(layout): runtime.runner for layout, runtime in runtimes.items()}
-    storages: dict[int, int] = {}
-    weights = {}
-    for name, runner in runners.items():
-        parameters = list(runner.get_model().parameters())
-        weights[name] = sum(p.numel() * p.element_size() for p in parameters)
-        of_model = (parameter.untyped_storage() for parameter in parameters)
-        storages |= {storage.data_ptr(): storage.nbytes() for storage in of_model}
-    if torch.cuda.is_available():
-        free, total = torch.cuda.mem_get_info()
-        memory = total - free
-    else:
-        memory = psutil.Process().memory_info().rss
-    return {"weights": weights, "held": sum(storages.values()), "memory": memory}
