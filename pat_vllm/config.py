@@ -6,7 +6,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BeforeValidator,
@@ -15,7 +15,6 @@ from pydantic import (
     StrictInt,
     StrictStr,
     ValidationError,
-    model_validator,
 )
 
 from pat_vllm.files.reading import cut, said_of, shown
@@ -73,8 +72,9 @@ class PATConfig(StrictModel):
         draft_history_bytes: of earlier responses that are kept for n-gram drafts, the latest, at
             most 8 GiB; a request drafts from those to its own prompt, too. 0: from its own text
             alone, by vLLM's drafter.
-        draft_history_file: where these responses are kept for the next engine; it is read at start
-            if it exists, and written when no request is left.
+        state_dir: directory of this engine's in which it keeps for the next one what it has learnt
+            about response lengths and drafts, and these responses: written when no request is left,
+            read at start. None: kept as long as the engine lives.
         enabled: whether the engine runs with PAT, whatever `distributed_executor_backend` is; None:
             as that says. For engines that a trainer makes, which names a backend itself.
     """
@@ -89,17 +89,8 @@ class PATConfig(StrictModel):
     launcher: Literal["auto", "mp", "ray"] = "auto"
     readonly_calls: tuple[StrictStr, ...] = ()
     draft_history_bytes: Annotated[StrictInt, Field(ge=0, le=8 << 30)] = 256 << 20
-    draft_history_file: FileName | None = None
+    state_dir: FileName | None = None
     enabled: StrictBool | None = None
-
-    @model_validator(mode="after")
-    def _keeps_what_it_writes(self) -> Self:
-        if self.draft_history_file is not None and not self.draft_history_bytes:
-            raise ValueError(
-                "draft_history_file is named, but with draft_history_bytes 0 no response is kept; "
-                "leave one of them out"
-            )
-        return self
 
     @classmethod
     def parse(cls, options: Any) -> PATConfig:
@@ -248,7 +239,7 @@ class PATConfig(StrictModel):
             "experts": experts,
             "policy": {"kind": "static", "tp": name},
             "draft_history_bytes": 0,
-            "draft_history_file": None,
+            "state_dir": None,
         }
 
     def largest_batch(self, layout: Layout) -> int | None:
@@ -270,26 +261,17 @@ class PATConfig(StrictModel):
                 return ()
 
 
-def with_own_files(options: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """The options of one of several engines that a trainer makes with the same ones. What engines
-    keep is in a file for each, or they would overwrite one another's.
+def of_one_engine(options: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """The options of one of the engines that a trainer makes with the same ones: what it keeps is
+    in a directory of its own in `state_dir`.
 
     Args:
         options: raw, as `PATConfig.parse` takes them.
-        number: of the engine, from 0 on. Of the first, files have the names that are given; those
-            of number 1 are `NAME.1.json` in place of `NAME.json`.
+        number: the engine's, which is the same after the trainer has started again.
     """
-
-    def own(values: Mapping[str, Any], option: str) -> dict[str, Any]:
-        if number == 0 or not isinstance(file := values.get(option), str):
-            return dict(values)
-        stem, suffix = os.path.splitext(file)
-        return {**values, option: f"{stem}.{number}{suffix}"}
-
-    policy = options.get("policy")
-    if isinstance(policy, Mapping):
-        options = {**options, "policy": own(policy, "lengths_file")}
-    return own(options, "draft_history_file")
+    if not isinstance(state_dir := options.get("state_dir"), str):
+        return dict(options)
+    return {**options, "state_dir": os.path.join(state_dir, f"engine-{number}")}
 
 
 def runs_pat(vllm_config: Any) -> bool:

@@ -6,7 +6,6 @@ from collections import Counter
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -15,7 +14,7 @@ from pydantic import (
     StrictStr,
 )
 
-from pat_vllm.files.reading import check_name, shown
+from pat_vllm.files.reading import shown
 from pat_vllm.layout import Layout
 
 MOST_RANKS = 1024
@@ -61,7 +60,7 @@ def _each_once(table: Any) -> Any:
 LayoutName: TypeAlias = Annotated[int | str, BeforeValidator(_layout_name)]
 """A layout as users name it: by its tp, or as `Layout` prints it."""
 LiveRequests: TypeAlias = Annotated[int, BeforeValidator(_live_requests)]
-FileName: TypeAlias = Annotated[StrictStr, AfterValidator(check_name)]
+FileName: TypeAlias = Annotated[StrictStr, Field(min_length=1)]
 DraftLength: TypeAlias = Annotated[StrictInt, Field(ge=0, le=_MOST_TOKENS)]
 Tp: TypeAlias = Annotated[StrictInt, Field(le=MOST_RANKS)]
 
@@ -108,8 +107,6 @@ class PredictorPolicyConfig(StrictModel):
     Attributes:
         profile: file made by `pat-vllm profile` for this engine; None: the cached one, or a quick
             one taken at start.
-        lengths_file: what is learnt about response lengths, and with speculative decoding about
-            drafts, is read from and kept in this file; None: kept as long as the engine lives.
         length_bound: longest response, tokens, in place of what each request says. Benchmarks
             that fix lengths by `max_tokens` hide them from the predictor with it.
         control_every: each so many-th batch is a control batch: it is kept in the static layout
@@ -120,7 +117,6 @@ class PredictorPolicyConfig(StrictModel):
 
     kind: Literal["predictor"] = "predictor"
     profile: FileName | None = None
-    lengths_file: FileName | None = None
     length_bound: Annotated[StrictInt, Field(ge=1, le=_MOST_TOKENS)] | None = None
     control_every: Annotated[StrictInt, Field(ge=3, le=_MOST_TOKENS)] | None = None
 

@@ -22,7 +22,6 @@ from pat_vllm.advice.replayed_drafts import Text
 from pat_vllm.config import PATConfig
 from pat_vllm.files.reading import FileError, name_of, parse_json, read_text, shown
 from pat_vllm.modelled.batch_time import Load
-from pat_vllm.policy_config import PredictorPolicyConfig
 from pat_vllm.predictor import learned_state
 from pat_vllm.predictor.state import LiveRequests
 from pat_vllm.simulator.traces import (
@@ -148,7 +147,7 @@ def _read_file(path: Path, tokenize: Tokenize | None) -> EarlierRollouts:
         return EarlierRollouts(
             path.stem, trace.lengths, trace.num_prompt_tokens if has_prompts else ()
         )
-    if isinstance(whole, dict) and {"ends", "tokens"} <= whole.keys():
+    if isinstance(whole, dict) and {"digest", "history"} <= whole.keys():
         if not (lengths := learnt(path)):
             raise ValueError(
                 f"{name_of(path)} was kept by an engine that has learnt from no response; run one "
@@ -163,8 +162,8 @@ def _read_file(path: Path, tokenize: Tokenize | None) -> EarlierRollouts:
 
 
 def learnt(path: Path) -> tuple[int, ...]:
-    """Tokens of some responses, as an engine would expect them by its `lengths_file`; none if it
-    has seen none.
+    """Tokens of some responses, as an engine would expect them by what it has kept; none if it has
+    seen none.
 
     Raises:
         ValueError: the file cannot be read.
@@ -177,15 +176,13 @@ def learnt(path: Path) -> tuple[int, ...]:
 
 
 def expected_load(pat: PATConfig, engine: EngineShape, ranks: int) -> Load:
-    """As many requests as an engine's limits let one expect, as long as its `lengths_file` says if
-    it can be read. The engine core sets one aside that cannot."""
+    """As many requests as an engine's limits let one expect, as long as what it has kept says, if
+    that can be read. The engine core sets aside what cannot."""
     load = Load.usual(engine.max_num_seqs, ranks, engine.max_model_len)
-    policy = pat.policy
-    if not isinstance(policy, PredictorPolicyConfig) or policy.lengths_file is None:
-        return load
-    with contextlib.suppress(FileError):
-        if lengths := learnt(Path(policy.lengths_file)):
-            return replace(load, lengths=lengths)
+    if pat.state_dir is not None and (kept := Path(pat.state_dir) / learned_state.NAME).exists():
+        with contextlib.suppress(FileError):
+            if lengths := learnt(kept):
+                return replace(load, lengths=lengths)
     return load
 
 

@@ -10,11 +10,10 @@ from pat_vllm.advice.simulations import PLAIN, TUNED, draft_schedule
 from pat_vllm.advice.verdict import Advice
 from pat_vllm.predictor.draft_schedule import ngram_config
 
-CHECKPOINT, LENGTHS_FILE = "CHECKPOINT", "/PATH/lengths.json"
+CHECKPOINT, STATE_DIR = "CHECKPOINT", "/PATH/state"
 PLACEHOLDERS = {
     CHECKPOINT: "the model's directory, or its name on Hugging Face",
-    LENGTHS_FILE: "a file that the engine may write: what it learns about lengths (those of "
-    "requests with ignore_eos left out), for the next engine",
+    STATE_DIR: "a directory that the engine may write: what it learns, for the next engine",
 }
 """What a user has to put in place of names in the settings."""
 
@@ -71,7 +70,7 @@ def pat_options(advice: Advice, profile: str | None = None) -> dict[str, Any]:
     if engine.experts:
         options["experts"] = kinds.pop() if len(kinds) == 1 else "both"
     named = {"profile": profile} if profile else {}
-    return {**options, "policy": {"kind": "predictor", **named, "lengths_file": LENGTHS_FILE}}
+    return {**options, "policy": {"kind": "predictor", **named}, "state_dir": STATE_DIR}
 
 
 def _drafts(advice: Advice) -> dict[str, Any] | None:

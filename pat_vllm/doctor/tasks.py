@@ -156,10 +156,9 @@ def as_used(options: Options, models: Models, facts: EnvironmentFacts) -> tuple[
         if method == "ngram":
             why = "; ngram_gpu needs a GPU or Model Runner V2"
     pat = dict(options.pat)
-    pat.pop("draft_history_file", None)
-    if "policy" in pat:  # its files are of the user's model
-        files = ("profile", "lengths_file")
-        pat["policy"] = {name: value for name, value in pat["policy"].items() if name not in files}
+    pat.pop("state_dir", None)
+    if "policy" in pat:  # a profile is of the user's model
+        pat["policy"] = {name: value for name, value in pat["policy"].items() if name != "profile"}
     engine = _with_pat(engine, pat, options.ranks, on_cpu)
     count = _REQUESTS_ON_CPU if on_cpu else _REQUESTS
     task = Task(

@@ -1,12 +1,10 @@
 """Reads files and JSON that come from outside: bounded, decoded, parsed and checked. Pure.
 
-A file is a regular one. A pipe could block for ever, and a device could have no end. What engines
-keep for the next ones and cannot read stops none of them (`set_aside`).
+A file is a regular one: a pipe could block for ever, and a device could have no end.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import reprlib
 import stat
@@ -16,16 +14,12 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import from_json
 
-logger = logging.getLogger(__name__)
-
 MOST_BYTES = 64 << 20
 """Of a file, unless its reader says otherwise."""
-SET_ASIDE = ".unreadable"
-"""What is added to the name of a file that cannot be read."""
 
+_MARK = b"\xef\xbb\xbf"
+"""Windows' editors put this before UTF-8."""
 _MOST_CHARACTERS = 200
-_LONGEST_NAME, _LONGEST_PATH = 255, 4095
-"""Bytes that Linux allows."""
 
 _short = reprlib.Repr()
 _short.maxlevel, _short.maxlist, _short.maxtuple, _short.maxdict, _short.maxset = 4, 12, 12, 8, 8
@@ -125,29 +119,7 @@ def parse_json(text: str | bytes) -> Any:
     Raises:
         ValueError: it is no JSON, or holds an integer of thousands of digits.
     """
-    if isinstance(text, bytes):
-        return from_json(text.removeprefix(b"\xef\xbb\xbf"))
-    try:
-        return from_json(text)
-    except UnicodeEncodeError:
-        raise ValueError("it has a character that is none") from None
-
-
-def check_name(path: str) -> str:
-    """The same, if a file can have this name.
-
-    Raises:
-        ValueError: it is empty, too long, has a NUL, or cannot be encoded.
-    """
-    try:
-        name = os.fsencode(path)
-    except UnicodeEncodeError:
-        raise ValueError("no file can have this name: it cannot be encoded") from None
-    if not name or b"\0" in name:
-        raise ValueError(f"no file can have this name: it {'has a NUL' if name else 'is empty'}")
-    if len(name) > _LONGEST_PATH or max(map(len, name.split(b"/"))) > _LONGEST_NAME:
-        raise ValueError(f"no file can have this name: it is too long ({len(name)} bytes)")
-    return path
+    return from_json(text.removeprefix(_MARK) if isinstance(text, bytes) else text)
 
 
 def name_of(path: str | Path) -> str:
@@ -184,21 +156,3 @@ def first_problem(error: ValidationError, most: int = _MOST_CHARACTERS) -> str:
 def said_of(error: Any) -> str:
     """What one of pydantic's errors says, without the words that it puts before those of ours."""
     return str(error["ctx"]["error"] if error["type"] == "value_error" else error["msg"])
-
-
-def set_aside(path: Path, option: str, error: FileError) -> None:
-    """Rename a file that cannot be read, so that the engine can keep what it learns; the log says
-    why. What is no regular file (a directory, a device) stays: it was not an engine that made it.
-
-    Args:
-        option: that names the file, for the message.
-    """
-    done = "it stays"
-    try:
-        if os.path.isfile(path):
-            aside = path.with_name(path.name + SET_ASIDE)
-            os.replace(path, aside)
-            done = f"it is now {name_of(aside)}"
-    except OSError as failure:
-        done = f"it cannot be renamed ({failure.strerror})"
-    logger.warning("%s: %s; %s, and the engine starts without it", option, error, done)

@@ -12,11 +12,8 @@ import stat
 from pathlib import Path
 from typing import Any
 
-_SCRATCH = r"\.{name}\.[0-9a-f]{{16}}"
-"""Name of a file while it is written."""
-
-_FORGOTTEN = 3600.0
-"""Seconds after which whoever was writing a file has been killed."""
+_FORGOTTEN_SECONDS = 3600.0
+"""A file that is not complete after this long was left by a process that was killed."""
 
 
 def write_whole(path: Path, content: str | bytes, *, private: bool = False) -> None:
@@ -30,14 +27,8 @@ def write_whole(path: Path, content: str | bytes, *, private: bool = False) -> N
 
     Raises:
         OSError: it cannot be written, or what has its name is no regular file.
+        ValueError: no file can have this name.
     """
-    try:
-        _write_whole(path, content, private)
-    except ValueError as error:
-        raise OSError(errno.EINVAL, "no file can have this name", str(path)) from error
-
-
-def _write_whole(path: Path, content: str | bytes, private: bool) -> None:
     if isinstance(content, str):
         content = content.encode("utf-8", "backslashreplace")
     with contextlib.suppress(FileNotFoundError):
@@ -59,7 +50,11 @@ def _write_whole(path: Path, content: str | bytes, private: bool) -> None:
         with contextlib.suppress(OSError):
             os.unlink(scratch)
         raise
-    sweep(path.parent, now, re.escape(path.name))
+    left = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{16}}", re.DOTALL)
+    with contextlib.suppress(OSError), os.scandir(path.parent) as entries:
+        for entry in entries:
+            if left.fullmatch(entry.name) and forgotten(Path(entry.path), now):
+                os.unlink(entry.path)
 
 
 def to_json(content: Any) -> str:
@@ -69,30 +64,16 @@ def to_json(content: Any) -> str:
     return flat.sub(lambda match: "[" + re.sub(r"\s*\n\s*", " ", match[1]) + "]", text) + "\n"
 
 
-def sweep(directory: Path, now: float, name: str = ".+") -> None:
-    """Remove what writers that were killed have left in a directory.
-
-    Args:
-        now: by the file system's clock, which may be another machine's: when a file in the
-            directory was written just now, seconds.
-        name: of the files that they were writing, a regular expression.
-    """
-    scratch = re.compile(_SCRATCH.format(name=name), re.DOTALL)
-    with contextlib.suppress(OSError), os.scandir(directory) as entries:
-        for entry in entries:
-            if scratch.fullmatch(entry.name) and forgotten(Path(entry.path), now):
-                os.unlink(entry.path)
-
-
 def forgotten(path: Path, now: float) -> bool:
     """Whether the user has not written to a file or directory for an hour; a link is none.
 
     Args:
-        now: as in `sweep`.
+        now: when a file beside it was written just now, by the clock of the file system, which may
+            be another machine's: seconds.
     """
     status = path.lstat()
     own = status.st_uid == os.geteuid() and not stat.S_ISLNK(status.st_mode)
-    return own and status.st_mtime < now - _FORGOTTEN
+    return own and status.st_mtime < now - _FORGOTTEN_SECONDS
 
 
 def make_private(directory: Path) -> None:

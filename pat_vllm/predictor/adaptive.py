@@ -22,7 +22,7 @@ from pat_vllm.predictor.acceptance import PLAIN, AcceptanceByPrompt
 from pat_vllm.predictor.cost import CostModel
 from pat_vllm.predictor.decisions import Decisions
 from pat_vllm.predictor.forecast import forecast
-from pat_vllm.predictor.learned_state import LearnedStateFile
+from pat_vllm.predictor.learned_state import LearnedState
 from pat_vllm.predictor.planner import LayoutCosts, Plan, Planner
 from pat_vllm.predictor.policy import SETTLE_SECONDS, Policy
 from pat_vllm.predictor.probing import Prober
@@ -64,7 +64,7 @@ class AdaptivePolicy(Policy):
         *,
         bound: int,
         costs: CostModel | None = None,
-        lengths_file: Path | None = None,
+        state_dir: Path | None = None,
         draft_lengths: Sequence[int] = (0,),
         control_every: int | None = None,
         timer: Callable[[], float] = time.perf_counter,
@@ -75,8 +75,7 @@ class AdaptivePolicy(Policy):
             bound: longest possible response, tokens.
             costs: the engine's cost model, which the engine tells of its switches. None makes one
                 of the policy's own, which the policy tells of them.
-            lengths_file: what is learnt about lengths and drafts is read from here if it exists and
-                can be read, and kept here between engines.
+            state_dir: what is learnt about lengths and drafts is kept here between engines.
             draft_lengths: among which it chooses, ascending. With 0 alone it plans as if no draft
                 was accepted, and leaves draft lengths to the engine's configuration.
             control_every: each so many-th batch is kept in the static layout that would be best for
@@ -87,8 +86,8 @@ class AdaptivePolicy(Policy):
         layouts = profile.layouts
         self.default_layout = layouts[0]
         self._steps = StepTimeModel.fit(profile)
-        self._state_file = LearnedStateFile(lengths_file)
-        self._lengths, acceptance = self._state_file.load(bound, draft_lengths)
+        self._learned_state = LearnedState(state_dir)
+        self._lengths, acceptance = self._learned_state.load(bound, draft_lengths)
         self._own_costs = costs is None
         self._costs = costs or CostModel()
         self._costs.fit(profile)
@@ -217,7 +216,7 @@ class AdaptivePolicy(Policy):
         if self._acceptance is not None:
             self._acceptance.end_of_batch()
             learnt = self._acceptance.of_new
-        self._state_file.save(self._lengths, learnt)
+        self._learned_state.save(self._lengths, learnt)
         self._planned = None
         # Without a step, where all requests were aborted before one, it did no work.
         self._worked_before += max(0.0, min(now, self._last_step) - self._begun)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pat_vllm.files.writing import make_private, sweep
+from pat_vllm.files.writing import make_private
 from pat_vllm.profile import Profile, ProfileError
 
 logger = logging.getLogger(__name__)
@@ -63,7 +63,6 @@ def keep(profile: Profile) -> Path | None:
         cache_dir().mkdir(mode=0o700, parents=True, exist_ok=True)
         make_private(path.parent)
         profile.save(path, private=True)
-        sweep(path.parent, path.stat().st_mtime)
     except OSError as error:
         logger.warning(
             "PAT could not keep the profile (%s) and will measure again at the next start; set %s "

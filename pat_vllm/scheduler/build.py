@@ -87,12 +87,12 @@ def build(
 
 
 def _draft_rows(setup: Setup, vocab_size: int) -> DraftRows:
-    file = setup.options.draft_history_file
+    state_dir = setup.options.state_dir
     return DraftRows(
         setup.history_bytes,
         setup.base.world_size,
         setup.max_num_seqs,
-        HistoryFile(Path(file) if file else None, vocab_size),
+        HistoryFile(Path(state_dir) if state_dir else None, vocab_size),
     )
 
 

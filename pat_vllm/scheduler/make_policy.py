@@ -63,7 +63,7 @@ def make_policy(
                 profile(options.profile),
                 bound=options.length_bound or bound,
                 costs=costs,
-                lengths_file=Path(options.lengths_file) if options.lengths_file else None,
+                state_dir=Path(config.state_dir) if config.state_dir else None,
                 draft_lengths=draft_lengths,
                 control_every=options.control_every,
             )

@@ -98,7 +98,7 @@ def test_what_changes_no_code_changes_no_key() -> None:
         engine_config(layouts=[1, 4], base_tp=1),
         engine_config(layouts=[1, 4], base_tp=1, kv_transfer="recompute"),
         engine_config(layouts=[1, 4], base_tp=1, policy={"kind": "static", "tp": 4}),
-        engine_config(layouts=[1, 4], policy={"kind": "predictor", "lengths_file": "l.json"}),
+        engine_config(layouts=[1, 4], state_dir="state"),
         engine_config(layouts=[1, 4], launcher="mp", experts="both"),
     ]
     same[1].additional_config["pat_chosen"] = {"found": "these"}

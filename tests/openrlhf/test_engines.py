@@ -172,12 +172,14 @@ def test_each_engine_keeps_what_it_learns_in_a_file_of_its_own(
     monkeypatch.setattr(engines, "check_nodes", lambda group, bundles: None)
     monkeypatch.setattr(engines, "get_bundle_indices", lambda group, index, ranks: [index])
     placed = {"scheduling_strategy": SimpleNamespace(placement_group=None)}
-    policy = {"kind": "predictor", "lengths_file": "/kept/lengths.json", "profile": "/p.json"}
-    of_all = engines.PatEngines(EngineOptions({"policy": policy}, num_engines=2))
+    policy = {"kind": "predictor", "profile": "/p.json"}
+    options = EngineOptions({"policy": policy, "state_dir": "/kept"}, num_engines=2)
+    of_all = engines.PatEngines(options)
     for _ in range(2):
         of_all.options(**placed).remote(tensor_parallel_size=2)
-    second = {**policy, "lengths_file": "/kept/lengths.1.json"}
-    assert started == [{"policy": policy}, {"policy": second}]
+    assert started == [
+        {"policy": policy, "state_dir": f"/kept/engine-{number}"} for number in range(2)
+    ]
 
 
 def test_the_handle(monkeypatch: pytest.MonkeyPatch) -> None:

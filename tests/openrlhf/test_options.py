@@ -56,12 +56,10 @@ def test_options_are_checked_and_passed_on(tmp_path: Path, monkeypatch: pytest.M
     changed = {"vllm__speculative_config": json.dumps(drafts), "vllm__num_engines": 2}
     assert options.take_options(arguments(**changed)) == options.EngineOptions({}, drafts, 2)
     monkeypatch.chdir(tmp_path)
-    policy = {"kind": "predictor", "lengths_file": "lengths.json", "profile": "/profile.json"}
-    given = {"draft_history_file": "history.npz", "policy": policy}
-    absolute = {**policy, "lengths_file": str(tmp_path / "lengths.json")}
+    given = {"state_dir": "state", "policy": {"kind": "predictor", "profile": "profile.json"}}
     assert pat_options(vllm__pat=json.dumps(given)) == {
-        "draft_history_file": str(tmp_path / "history.npz"),
-        "policy": absolute,
+        "state_dir": str(tmp_path / "state"),
+        "policy": {"kind": "predictor", "profile": str(tmp_path / "profile.json")},
     }
     mp = '{"launcher": "mp"}'
     assert pat_options(vllm__sync_with_ray=True) == {}

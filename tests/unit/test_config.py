@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pat_vllm.config import PATConfig, with_own_files
+from pat_vllm.config import PATConfig, of_one_engine
 from pat_vllm.layout import Layout
 from pat_vllm.models.moe_config import MoEConfig
 from pat_vllm.predictor.cost import CostModel
@@ -71,11 +71,8 @@ REFUSED: list[tuple[Any, int, list[str]]] = [
         4,
         ["num_speculative_tokens", "tp2dp2 more than once"],
     ),
-    *(
-        ({"policy": {"kind": "predictor", option: name}}, 4, [option, "no file can have this name"])
-        for option in ("profile", "lengths_file")
-        for name in ("", "a\0b", "\ud800", "x" * 256, "x/" * 2500)
-    ),
+    ({"policy": {"kind": "predictor", "profile": ""}}, 4, ["profile", "at least 1 character"]),
+    ({"state_dir": 1}, 4, ["state_dir", "1", "string"]),
     ({"layouts": [3]}, 4, ["pat.layouts", "tp=3", "tensor_parallel_size=4", "[1, 2, 4]"]),
     ({"layouts": [0]}, 6, ["pat.layouts", "tp=0", "[1, 2, 3, 6]"]),
     ({"layouts": []}, 4, ["pat.layouts", "empty", "at least one"]),
@@ -234,19 +231,10 @@ def test_static_policy_stays_at_its_layout() -> None:
     assert str(policy_of(static("tp2dp2ep"), MIXTURE).default_layout) == "tp2dp2ep"
 
 
-def test_each_of_several_engines_keeps_files_of_its_own() -> None:
-    """What they only read is the same."""
-    policy = {"kind": "predictor", "lengths_file": "kept.d/lengths", "profile": "p.json"}
-    options = {"policy": policy, "draft_history_file": "/h.npz", "base_tp": 1}
+def test_each_of_several_engines_has_a_directory_of_its_own() -> None:
+    options = {"policy": {"kind": "predictor", "profile": "p.json"}, "state_dir": "/kept"}
     before = copy.deepcopy(options)
-    assert with_own_files(options, 0) == before
-    assert with_own_files(options, 12) == {
-        "policy": {**policy, "lengths_file": "kept.d/lengths.12"},
-        "draft_history_file": "/h.12.npz",
-        "base_tp": 1,
-    }
+    assert of_one_engine(options, 12) == {**before, "state_dir": "/kept/engine-12"}
     assert options == before
-    assert with_own_files({"policy": "wrong", "draft_history_file": None}, 1) == {
-        "policy": "wrong",
-        "draft_history_file": None,
-    }
+    for none in ({}, {"state_dir": None}):
+        assert of_one_engine(none, 1) == none

@@ -134,7 +134,7 @@ def test_pat_options_survive_the_command_line(replica: int) -> None:
     pat = {
         "policy": {"kind": "schedule", "switch_at": {4: 2, 8: 1}},
         "layouts": [1, 2],
-        "draft_history_file": "/kept/history.npz",
+        "state_dir": "/kept",
     }
     server = object.__new__(PatHttpServer)
     server.config, server.replica_rank = config(name="pat"), replica
@@ -155,8 +155,8 @@ def test_pat_options_survive_the_command_line(replica: int) -> None:
     assert arguments.additional_config["mine"] == 1
     assert arguments.speculative_config == drafts
     parsed = PATConfig.parse(json.loads(json.dumps(arguments.additional_config))["pat"])
-    # What an engine keeps is in a file of its own.
-    own = {"draft_history_file": f"/kept/history{'.1' if replica else ''}.npz", "launcher": "mp"}
+    # What an engine keeps is in a directory of its own.
+    own = {"state_dir": f"/kept/engine-{replica}", "launcher": "mp"}
     assert parsed == PATConfig.parse({**pat, **own})
 
 

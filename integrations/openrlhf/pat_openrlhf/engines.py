@@ -23,7 +23,7 @@ from pat_openrlhf.handle import EngineHandle, TokenizerAtHand
 from pat_openrlhf.options import EngineOptions
 from pat_openrlhf.placement import check_nodes, gpus_of_bundles
 from pat_vllm.api import report_async
-from pat_vllm.config import with_own_files
+from pat_vllm.config import of_one_engine
 from pat_vllm.reporting import Report, describe_awaited
 
 logger = init_logger("vllm.pat_openrlhf")  # a child of vLLM's logger, which has the handlers
@@ -167,7 +167,7 @@ class PatEngines:
         calls = _CALLS_OF_RAY * ranks
         actor_class = ray.remote(PatRolloutActor)
         actor = actor_class.options(**ray_options, max_concurrency=calls).remote(
-            pat=with_own_files(self._options.pat, len(self._starting)),
+            pat=of_one_engine(self._options.pat, len(self._starting)),
             speculative_config=self._options.speculative_config,
             **arguments,
         )

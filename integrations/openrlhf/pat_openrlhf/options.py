@@ -153,7 +153,7 @@ def _object(option: str, text: str, example: str, allowed: Iterable[str]) -> dic
     return value
 
 
-_FILES = frozenset({"draft_history_file", "lengths_file", "profile"})
+_FILES = frozenset({"profile", "state_dir"})
 
 
 def _with_full_paths(options: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from pat_verl.checks import NAME, check_rollout, plain
 from pat_vllm import report_async, speculate_async, switch_async
-from pat_vllm.config import with_own_files
+from pat_vllm.config import of_one_engine
 from pat_vllm.reporting import Report, describe_awaited
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class PatHttpServer(vLLMHttpServer):
             if name in engine_kwargs:
                 engine_kwargs[name] = plain(engine_kwargs[name])
         additional = engine_kwargs.get("additional_config") or {}
-        pat = with_own_files(additional.get("pat") or {}, self.replica_rank)
+        pat = of_one_engine(additional.get("pat") or {}, self.replica_rank)
         # verl's weight push and its GPUs are in this process's environment, which children share.
         pat["launcher"] = "mp"
         engine_kwargs["additional_config"] = {**additional, "pat": pat}

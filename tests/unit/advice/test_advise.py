@@ -383,7 +383,7 @@ def test_settings_with_pat_are_what_pat_reads(tail: Advice) -> None:
     assert option(command, "--vllm.pat") == pat and "max_num_seqs" not in command
     assert note.startswith("# WITHOUT max_num_seqs=256") and "leaves a GPU vLLM's 128" in note
     assert "actor_rollout_ref.rollout.name=pat" in forms["VeRL"]
-    assert "policy='{kind:predictor,lengths_file:/PATH/lengths.json}'" in forms["VeRL"]
+    assert "state_dir='/PATH/state'" in forms["VeRL"]
 
 
 def test_settings_without_pat_name_the_static_layout(equal: Advice) -> None:
@@ -485,7 +485,7 @@ def test_command_writes_json_and_a_picture(tmp_path: Path) -> None:
     assert plot.read_bytes().startswith(b"\x89PNG") and plot.stat().st_size > 10_000
     assert "MODELLED, not measured" in text
     assert "Replace CHECKPOINT by the model's directory" in text
-    assert ("/PATH/" in str(content["settings"])) == ("Replace /PATH/lengths.json by" in text)
+    assert ("/PATH/" in str(content["settings"])) == ("Replace /PATH/state by" in text)
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,7 @@ def test_every_format_is_read(
         ("a.jsonl", '{"tokens": 3, "id": 1}\n', "line 1 has 'tokens', 'id'; expected"),
         ("a.jsonl", '{"response_length": [3], "total_length": [3]}', "must exceed response_length"),
         ("a.jsonl", '{"output": "a"}\n', "holds text .* --model DIRECTORY"),
-        ("a.json", '{"ends": [1], "tokens": "x"}', "its digest does not match"),
+        ("a.json", '{"digest": 1, "history": "x"}', "its digest does not match"),
         ("a.jsonl", '{"turns": []}\n', 'line 1: "turns" must be a list of turns, .* got'),
         ("a.jsonl", '{"turns": [{"response_length": 3}]}\n{"response_length": 3}', "line 2: "),
         (
@@ -152,14 +152,14 @@ def test_directory_of_verl_is_read_by_step(tmp_path: Path) -> None:
 def test_history_of_an_engine_is_read(tmp_path: Path) -> None:
     model = LengthModel(4096)
     file = tmp_path / "lengths.json"
-    learned_state.save(file, model)
+    file.write_text(learned_state.to_json(model))
     with pytest.raises(ValueError, match="has learnt from no response; run one first"):
         read_rollouts(file)
     seen = np.exp(np.random.default_rng(0).normal(6, 0.7, 3000)).clip(1, 4000).astype(int)
     for length in seen.tolist():
         model.finished(length, complete=True)
     model.end_of_batch()
-    learned_state.save(file, model)
+    file.write_text(learned_state.to_json(model))
     expected = read_rollouts(file).lengths
     quantiles = [0.1, 0.5, 0.9, 0.99]
     assert np.quantile(expected, quantiles) == pytest.approx(np.quantile(seen, quantiles), rel=0.1)

@@ -186,13 +186,16 @@ def test_as_used_keeps_what_a_user_gives(monkeypatch: pytest.MonkeyPatch) -> Non
         **{"kv_cache_memory_bytes": 1 << 30, "dtype": "float16", "seed": 7},
         "speculative_config": {"method": "ngram", "num_speculative_tokens": 2},
     }
-    policy = {"kind": "predictor", "length_bound": 64, "profile": "p", "lengths_file": "l"}
-    given = {"base_tp": 1, "policy": policy, "kv_transfer": "recompute"}
+    policy = {"kind": "predictor", "length_bound": 64, "profile": "p"}
+    given = {"base_tp": 1, "state_dir": "s", "policy": policy, "kv_transfer": "recompute"}
     stock, pat = as_used(monkeypatch, ON_GPUS, engine=engine, pat=given)
     assert {name: pat.engine[name] for name in engine} == engine
     # Files of the user's own model are neither read nor written.
     kept = {"kind": "predictor", "length_bound": 64}
-    assert pat.engine["additional_config"]["pat"] == {**given, "policy": kept}
+    assert pat.engine["additional_config"]["pat"] == {
+        **{name: given[name] for name in ("base_tp", "kv_transfer")},
+        "policy": kept,
+    }
     assert pat.as_used == f"not the user's: pat.policy={kept!r}, skip_tokenizer_init=True"
     assert not (pat.sleeps or pat.graphs or pat.draft_lengths)
     assert max(map(len, pat.prompts)) == 1024 - 48 - 1

@@ -174,10 +174,9 @@ def test_control_batches_stay_in_the_best_static_layout(name: str, best: Layout)
     assert learnt.responses == 2 * sum(len(trace) for trace in traces)
 
 
-def test_a_report_of_decisions_and_a_file_of_lengths(tmp_path: Path) -> None:
+def test_a_report_of_decisions_and_what_is_kept(tmp_path: Path) -> None:
     """What was predicted and what became of it; what is learnt is kept for the next engine."""
-    path = tmp_path / "lengths.json"
-    policy = policy_of(PROFILE, lengths_file=path)
+    policy = policy_of(PROFILE, state_dir=tmp_path)
     runs = run(policy, batches("long tail"))
     report = policy.report()
     fired = [decision for decision in report.decisions if decision.fired]
@@ -193,7 +192,7 @@ def test_a_report_of_decisions_and_a_file_of_lengths(tmp_path: Path) -> None:
     assert report.share_come_true is not None and report.share_come_true > 0.5
     for count, error in report.step_error.values():
         assert count > 10 and error < 0.04
-    assert report.batches == policy_of(PROFILE, lengths_file=path).report().batches == 3
+    assert report.batches == policy_of(PROFILE, state_dir=tmp_path).report().batches == 3
 
 
 def test_it_plans_only_when_something_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,9 @@
-"""What engines keep between them: lengths, and what drafts were worth, in one file."""
+"""What engines keep between them: lengths, and what drafts were worth."""
 
 from __future__ import annotations
 
-import json
-import math
+import random
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +13,7 @@ from pat_vllm.modelled.hardware import modelled_profile
 from pat_vllm.predictor import learned_state
 from pat_vllm.predictor.acceptance import Acceptance
 from pat_vllm.predictor.adaptive import AdaptivePolicy
+from pat_vllm.predictor.learned_state import NAME, LearnedState, load, to_json
 from tests.unit.predictor.examples import some_lengths
 
 LENGTHS = (0, 1, 2, 4)
@@ -37,11 +36,11 @@ def learnt(accepted: int) -> Acceptance:
 def test_both_parts_are_kept_and_drafts_count_as_of_other_weights(
     accepted: int, tmp_path: Path
 ) -> None:
-    path = tmp_path / "lengths.json"
     before = learnt(accepted)
-    learned_state.save(path, some_lengths(), before)
-    lengths, after = learned_state.load(path, draft_lengths=LENGTHS)
+    LearnedState(tmp_path).save(some_lengths(), before)
+    lengths, after = LearnedState(tmp_path).load(1000, LENGTHS)
     assert (lengths.batches, lengths.responses) == (1, 32)
+    assert (lengths.history == some_lengths().history).all()
     # In the direction of what was seen, and less sure of it.
     low, high = sorted((tokens_of(before), tokens_of(Acceptance(LENGTHS))))
     assert low < tokens_of(after) < high
@@ -52,48 +51,47 @@ def test_both_parts_are_kept_and_drafts_count_as_of_other_weights(
 
 
 def test_engines_without_drafts(tmp_path: Path) -> None:
-    path = tmp_path / "lengths.json"
-    learned_state.save(path, some_lengths())
-    lengths, acceptance = learned_state.load(path, draft_lengths=LENGTHS)
-    assert lengths.responses == 32
+    state = LearnedState(tmp_path)
+    state.save(some_lengths(), None)
+    lengths, acceptance = state.load(500, LENGTHS)
+    assert (lengths.responses, lengths.bound) == (32, 500)
     assert tokens_of(acceptance) == tokens_of(Acceptance(LENGTHS))
-    learned_state.save(path, lengths, learnt(4))
-    assert tokens_of(learned_state.load(path)[1]) == 1.0
+    state.save(lengths, learnt(4))
+    assert tokens_of(state.load(500, (0,))[1]) == 1.0
 
 
 def test_a_policy_keeps_and_reads_it(tmp_path: Path) -> None:
-    path = tmp_path / "lengths.json"
     profile = modelled_profile("llama-3.1-8b", "H100", 4, draft_lengths=LENGTHS[1:])  # modelled
-    first = AdaptivePolicy(profile, bound=1000, lengths_file=path, draft_lengths=LENGTHS)
+    state_dir = tmp_path / "made" / "when written"
+    first = AdaptivePolicy(profile, bound=1000, state_dir=state_dir, draft_lengths=LENGTHS)
     for step in range(500):
         first.drafted(float(step), 4, 8, np.full(8, 4))
     first.finished(2000.0, 50, True)
     first.idle(2000.0)
-    second = AdaptivePolicy(profile, bound=1000, lengths_file=path, draft_lengths=LENGTHS)
+    second = AdaptivePolicy(profile, bound=1000, state_dir=state_dir, draft_lengths=LENGTHS)
     assert second._acceptance is not None
     assert tokens_of(second._acceptance.of_new) > tokens_of(Acceptance(LENGTHS))
     assert second.report().responses == 1
 
 
-def drafts(tried: Any, succeeded: Any, format: int = 1) -> dict[str, Any]:
-    return {"acceptance": {"format": format, "tried": tried, "succeeded": succeeded}}
+def test_no_damage_is_taken(tmp_path: Path) -> None:
+    """Whatever is cut off, or which bit is flipped."""
+    path, draw = tmp_path / NAME, random.Random(1)
+    whole = to_json(some_lengths(), Acceptance((0, 2))).encode()
+    for _ in range(400):
+        at, bit = draw.randrange(len(whole)), 1 << draw.randrange(8)
+        flipped = whole[:at] + bytes([whole[at] ^ bit]) + whole[at + 1 :]
+        for damaged in (whole[:at], flipped):
+            path.write_bytes(damaged)
+            with pytest.raises(FileError, match=r"learnt\.json"):
+                load(path)
+    path.write_bytes(whole)
+    assert load(path)[0].responses == 32
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        *({"ends": [-1.0]}, {"ends": [math.nan]}, {"tokens": []}, {"ends": [2.0], "tokens": [1.0]}),
-        *({"batches": -1}, {"bound": 0}, {"acceptance": {}}, drafts([1.0], [1.0], format=0)),
-        *(drafts([1.0], None), drafts([1.0], [2.0]), drafts([1.0, 2.0], [1.0])),
-        *(drafts([math.inf], [1.0]), drafts(["many"], [1.0])),
-    ],
-    ids=str,
-)
-def test_what_no_engine_has_learnt_is_refused(wrong: dict[str, Any], tmp_path: Path) -> None:
-    path = tmp_path / "lengths.json"
-    learned_state.save(path, some_lengths(), learnt(4))
-    content = json.loads(path.read_text()) | wrong
-    del content["digest"]
-    path.write_text(json.dumps({"digest": learned_state._digest(content), **content}))
-    with pytest.raises(FileError, match="holds no length history"):
-        learned_state.load(path)
+def test_another_format_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / NAME
+    path.write_text(to_json(some_lengths()))
+    monkeypatch.setattr(learned_state, "_FORMAT", 9)
+    with pytest.raises(FileError, match="has another format; this version reads 9"):
+        load(path)

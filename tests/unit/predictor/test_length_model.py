@@ -203,7 +203,7 @@ def test_calibrated_after_three_batches(batches: list[LengthTrace]) -> None:
 def test_history_survives_saving(tmp_path: Path) -> None:
     model = learnt(16384, *(shapes.grpo(16, 8, 0.5, 1.0, seed=seed) for seed in range(3)))
     path = tmp_path / "history.json"
-    learned_state.save(path, model)
+    path.write_text(learned_state.to_json(model))
     assert list(tmp_path.iterdir()) == [path]
     loaded, _ = learned_state.load(path)
     assert (loaded.batches, loaded.responses) == (3, 384)

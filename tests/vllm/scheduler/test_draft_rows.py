@@ -195,17 +195,16 @@ def test_every_rank_has_the_rows_of_its_replicas_requests() -> None:
 
 
 def test_the_next_engine_drafts_from_what_is_kept(tmp_path: Path) -> None:
-    path = tmp_path / "history.npz"
-    first = DraftRows(1 << 20, RANKS, 8, HistoryFile(path, VOCAB))
+    first = DraftRows(1 << 20, RANKS, 8, HistoryFile(tmp_path, VOCAB))
     end(first, arrive(first, new_request("a")), 1, 2, 3)
     first.idle()
     end(first, arrive(first, new_request("b")), 4, 5)
     first.close()
-    second = DraftRows(1 << 20, RANKS, 8, HistoryFile(path, VOCAB))
+    second = DraftRows(1 << 20, RANKS, 8, HistoryFile(tmp_path, VOCAB))
     arrive(second, new_request("c"))
     assert told(second, "c") == {"c": [[*PROMPT, 1, 2, 3], [*PROMPT, 4, 5]]}
     # What an engine without room keeps is nothing, and so it reads nothing.
-    nothing = DraftRows(0, RANKS, 8, HistoryFile(path, VOCAB))
+    nothing = DraftRows(0, RANKS, 8, HistoryFile(tmp_path, VOCAB))
     assert not nothing.num_bytes and not nothing.salt
     # Or its ranks would draw the numbers of the first engine, and what came of them be a draft.
     assert second.salt and not first.salt
@@ -236,8 +235,7 @@ def test_an_engine_that_begins_with_responses_samples_otherwise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Than the one that gave them: or they would come again, and be their own drafts."""
-    path = tmp_path / "history.npz"
-    kept = DraftRows(1 << 20, RANKS, 8, HistoryFile(path, VOCAB))
+    kept = DraftRows(1 << 20, RANKS, 8, HistoryFile(tmp_path, VOCAB))
     end(kept, arrive(kept, new_request("a")), 1, 2, 3)
     kept.close()
     reseed = Mock()
@@ -246,7 +244,7 @@ def test_an_engine_that_begins_with_responses_samples_otherwise(
     config, stock = without_workers.engine_config(1, num_blocks=80, speculative_config=drafts)
     PATScheduler(vllm_config=config, **stock)
     assert not reseed.called
-    config.additional_config["pat"]["draft_history_file"] = str(path)
+    config.additional_config["pat"]["state_dir"] = str(tmp_path)
     PATScheduler(vllm_config=config, **stock)
     (salt,) = reseed.call_args.args
 

@@ -417,10 +417,10 @@ def test_statistics_of_replicas_add_up(first: list[int], second: list[int]) -> N
     assert merged == stats(first + second)
 
 
-def test_an_engine_keeps_what_it_drafts_from_in_its_file(tmp_path: Path) -> None:
+def test_an_engine_keeps_what_it_drafts_from(tmp_path: Path) -> None:
     def started() -> Any:
         config, stock = engine_config(8, num_blocks=80, speculative_config=SPECULATIVE)
-        config.additional_config["pat"]["draft_history_file"] = str(tmp_path / "history.npz")
+        config.additional_config["pat"]["state_dir"] = str(tmp_path)
         return PATScheduler(vllm_config=config, **stock)
 
     first = started()

@@ -204,8 +204,8 @@ UNSUITABLE: list[tuple[str, dict[str, Any], list[str]]] = [
 # Near neighbours of what is refused.
 ACCEPTED: list[tuple[str, dict[str, Any]]] = [
     ("llama", {}),
-    ("llama", predictor(lengths_file="no/such.json")),  # it will be made
-    ("llama", predictor(lengths_file=__file__)),  # the engine core would set it aside
+    ("llama", pat(state_dir="no/such")),  # it will be made
+    ("llama", pat(state_dir=__file__)),  # the engine core will warn
     ("llama", dict(speculative_config=NGRAM)),
     # KV heads that layouts replicate; NUMA nodes by rank, where rank r has GPU r.
     ("llama", dict(tensor_parallel_size=6, **pat(layouts=[1, 2, 6]))),
