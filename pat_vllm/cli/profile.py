@@ -109,11 +109,8 @@ def take_profile(console: Console, engine: Mapping[str, Any], options: ProfileOp
     Args:
         engine: keyword arguments of `vllm.LLM`.
     """
-    from pat_vllm.files.reading import check_name
     from pat_vllm.profile import Profile
 
-    if options.output is not None:
-        check_name(str(options.output))
     with _engine(console, engine) as llm, console.status("measuring"):
         (answer,) = llm.collective_rpc(PROFILE_COMMAND, kwargs={"seconds": options.budget})
     profile = Profile.model_validate(answer["profile"])
