@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from tests.support.models import random_model
@@ -73,6 +74,7 @@ def engine_config(
     num_blocks: int = 20_000,
     policy: dict[str, Any] | None = None,
     specs: Sequence[Any] = (),
+    state_dir: Path | None = None,
     **options: Any,
 ) -> tuple[Any, dict[str, Any]]:
     """A PAT engine's config that stays in `tp`, and the scheduler's other arguments.
@@ -81,6 +83,7 @@ def engine_config(
         num_blocks: of a rank in the base layout.
         policy: another one than to stay.
         specs: of the groups of KV caches, if it is not one of full attention; see `spec`.
+        state_dir: PAT's option.
         options: the engine's, for others than here.
     """
     from vllm.engine.arg_utils import EngineArgs
@@ -88,12 +91,17 @@ def engine_config(
     from pat_vllm.executor import executor as executor_module
     from pat_vllm.start.setup import Setup
 
-    policy = policy or {"kind": "static", "tp": tp}
+    pat: dict[str, Any] = {
+        "policy": policy or {"kind": "static", "tp": tp},
+        "layouts": [1, 2, 4, 8],
+    }
+    if state_dir is not None:
+        pat["state_dir"] = str(state_dir)
     config = EngineArgs(
         model=str(random_model("eight_kv_heads")),
         tensor_parallel_size=RANKS,
         distributed_executor_backend="pat",
-        additional_config={"pat": {"policy": policy, "layouts": [1, 2, 4, 8]}},
+        additional_config={"pat": pat},
         max_model_len=8192,
         max_num_seqs=256,
         enforce_eager=True,

@@ -196,7 +196,10 @@ def test_as_used_keeps_what_a_user_gives(monkeypatch: pytest.MonkeyPatch) -> Non
         **{name: given[name] for name in ("base_tp", "kv_transfer")},
         "policy": kept,
     }
-    assert pat.as_used == f"not the user's: pat.policy={kept!r}, skip_tokenizer_init=True"
+    assert (
+        pat.as_used
+        == f"not the user's: pat.policy={kept!r}, pat.state_dir=None, skip_tokenizer_init=True"
+    )
     assert not (pat.sleeps or pat.graphs or pat.draft_lengths)
     assert max(map(len, pat.prompts)) == 1024 - 48 - 1
     assert (stock.engine["max_model_len"], stock.engine["max_num_seqs"]) == (1024, 64)

@@ -241,11 +241,12 @@ def test_an_engine_that_begins_with_responses_samples_otherwise(
     reseed = Mock()
     monkeypatch.setattr(without_workers.EXECUTOR, "reseed", reseed)
     drafts = {"method": "ngram", "num_speculative_tokens": 2}
-    config, stock = without_workers.engine_config(1, num_blocks=80, speculative_config=drafts)
-    PATScheduler(vllm_config=config, **stock)
-    assert not reseed.called
-    config.additional_config["pat"]["state_dir"] = str(tmp_path)
-    PATScheduler(vllm_config=config, **stock)
+    for state_dir in (None, tmp_path):
+        assert not reseed.called
+        config, stock = without_workers.engine_config(
+            1, num_blocks=80, state_dir=state_dir, speculative_config=drafts
+        )
+        PATScheduler(vllm_config=config, **stock)
     (salt,) = reseed.call_args.args
 
     worker: Any = SimpleNamespace(_seed=5, rank=1, _active=SimpleNamespace(layout=Layout.of(1, 2)))

@@ -419,8 +419,8 @@ def test_statistics_of_replicas_add_up(first: list[int], second: list[int]) -> N
 
 def test_an_engine_keeps_what_it_drafts_from(tmp_path: Path) -> None:
     def started() -> Any:
-        config, stock = engine_config(8, num_blocks=80, speculative_config=SPECULATIVE)
-        config.additional_config["pat"]["state_dir"] = str(tmp_path)
+        drafts: Any = {"speculative_config": SPECULATIVE}
+        config, stock = engine_config(8, num_blocks=80, state_dir=tmp_path, **drafts)
         return PATScheduler(vllm_config=config, **stock)
 
     first = started()
