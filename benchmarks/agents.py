@@ -68,9 +68,9 @@ def drawn(seed: int, count: int, skewed: bool) -> list[Trajectory]:
 
 
 def serve(
-    llm: Any, batch: Sequence[Trajectory], name: str, layout: str | None, forced: bool
+    llm: Any, batch: Sequence[Trajectory], name: str, tp: int | None, forced: bool
 ) -> dict[str, float]:
-    """Serve a batch; `layout` is asked for at its beginning.
+    """Serve a batch; the layout of `tp` is asked for at its beginning.
 
     Returns:
         Seconds, prompt tokens asked for and computed, and switches by policy and of an idle engine.
@@ -82,9 +82,9 @@ def serve(
     engine = llm.llm_engine
     llm.reset_prefix_cache()
     begun = len(pat_vllm.report(llm).switches)
-    names = [str(layout) for layout in pat_vllm.report(llm).layouts]
-    if layout is not None:
-        pat_vllm.switch(llm, layout)
+    sizes = [layout.tp for layout in pat_vllm.report(llm).layouts]
+    if tp is not None:
+        pat_vllm.switch(llm, tp)
     asked = computed = 0
     held = [list(prompt) for prompt, _ in batch]
     # When, and of which trajectory, the next turn comes.
@@ -94,7 +94,7 @@ def serve(
         now = time.monotonic() - began
         if forced and now > FORCED * (switched + 1):
             switched += 1
-            pat_vllm.switch(llm, names[switched % len(names)])
+            pat_vllm.switch(llm, sizes[switched % len(sizes)])
         while due and due[0][0] <= now:
             _, index, turn = heapq.heappop(due)
             params = SamplingParams(
@@ -153,11 +153,11 @@ def main() -> None:
         block_size=args.block_size,
         kv_cache_memory_bytes=1 << 29,
     )
-    sides: list[tuple[str, str | None, bool]] = [
-        ("static tp1dp2", "tp1dp2", False),
-        ("static tp2dp1", "tp2dp1", False),
+    sides: list[tuple[str, int | None, bool]] = [
+        ("static tp1dp2", 1, False),
+        ("static tp2dp1", 2, False),
         ("PAT", None, False),
-        ("PAT, switch between turns", "tp1dp2", True),
+        ("PAT, switch between turns", 1, True),
     ]
     results: dict[str, list[dict[str, float]]] = {name: [] for name, *_ in sides}
     with Engine(options, bind="0|1") as engine:
@@ -165,9 +165,9 @@ def main() -> None:
         # The first two are learnt from.
         for repeat, order in enumerate(turns(sides, args.repeats + 2)):
             batch = drawn(repeat, args.trajectories, args.skewed)
-            for name, layout, forced in order:
+            for name, tp, forced in order:
                 key = f"{repeat}-{len(results[name])}"
-                result = engine.call(serve, batch, f"{name}-{key}", layout, forced)
+                result = engine.call(serve, batch, f"{name}-{key}", tp, forced)
                 if repeat > 1:
                     results[name].append(result)
                 print(repeat, name, {field: round(value, 2) for field, value in result.items()})

@@ -50,7 +50,9 @@ def main() -> None:
     parser.add_argument("--model", default="qwen3-0.6b")
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--weights", choices=["inplace", "materialized"], default="inplace")
-    parser.add_argument("--experts", choices=["tp", "ep"], default="tp", help="of a mixture")
+    parser.add_argument(
+        "--experts", choices=["auto", "tp", "ep"], default="auto", help="of a mixture"
+    )
     parser.add_argument("--ranks", type=int, default=2, help="all ways between their layouts")
     parser.add_argument("--repeats", type=int, default=7, help="switches each way, first discarded")
     parser.add_argument("--kv-gib", type=float, default=1.5, help="KV memory of a rank")
@@ -98,7 +100,7 @@ def main() -> None:
     write_results(name + (f"-{args.ranks}" if args.ranks > 2 else ""), facts, body, text)
 
 
-def circuit(start: str, others: Sequence[str]) -> list[str]:
+def circuit(start: int, others: Sequence[int]) -> list[int]:
     """Where to go, from `start` on and back to it, to take each way between two layouts once."""
     walk = []
     for i, other in enumerate(others):
@@ -119,7 +121,7 @@ def switches(
 
     report = pat_vllm.report(llm)
     begun = len(report.switches)
-    base, *others = (str(layout) for layout in report.layouts)
+    base, *others = (layout.tp for layout in report.layouts)
     walk = circuit(base, others) * repeats
     if not caches:
         assert llm.reset_prefix_cache()
@@ -134,9 +136,9 @@ def switches(
         produced = {f"{seed}-{i}": 0 for i in range(LIVE)}
         for name, prompt in zip(produced, prompts, strict=True):
             llm.llm_engine.add_request(name, prompt, params)
-    for i, layout in enumerate(walk):
+    for i, tp in enumerate(walk):
         step_until(llm, produced, STEPS_BETWEEN * (i + 1))
-        pat_vllm.switch(llm, layout)
+        pat_vllm.switch(llm, tp)
     step_until(llm, produced, None)
     report = pat_vllm.report(llm)
     usual = {layout: steps.median for layout, steps in report.steps.items()}

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 
-def switch(llm: LLM, tp: int | str) -> bool:
+def switch(llm: LLM, tp: int) -> bool:
     """Switch an `LLM` to another layout now, mid-generation too.
 
     May be called from another thread while `generate` runs, or between `step()`s. The layout
@@ -24,9 +24,7 @@ def switch(llm: LLM, tp: int | str) -> bool:
 
     Args:
         llm: a `vllm.LLM` that runs with PAT.
-        tp: of the layout, or the layout's name as in the report: of a mixture of experts there may
-            be two with one tp, `tp2dp2` with cut experts, for which the number stands, and
-            `tp2dp2ep`.
+        tp: of the layout.
 
     Returns:
         Whether the engine is in that layout; False when the switch was refused, which the report
@@ -80,7 +78,7 @@ def report(llm: LLM, since: float = -math.inf) -> Report:
     return Report.from_json(llm.collective_rpc(REPORT_COMMAND, args=(since,))[0])
 
 
-async def switch_async(llm: AsyncLLM, tp: int | str) -> bool:
+async def switch_async(llm: AsyncLLM, tp: int) -> bool:
     """`switch` for an `AsyncLLM`."""
     _check_runs_pat(llm.vllm_config)
     return (await llm.collective_rpc(SWITCH_COMMAND, args=(tp,)))[0]

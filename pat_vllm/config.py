@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -18,12 +17,11 @@ from pydantic import (
 )
 
 from pat_vllm.files.reading import cut, said_of, shown
-from pat_vllm.layout import Layout
+from pat_vllm.layout import Experts, Layout
 from pat_vllm.models.moe_config import MoEConfig, WantedExperts
 from pat_vllm.policy_config import (
     MOST_PROBLEMS,
     FileName,
-    LayoutName,
     PolicyConfig,
     PredictorPolicyConfig,
     SchedulePolicyConfig,
@@ -51,9 +49,8 @@ class PATConfig(StrictModel):
             None, or "auto": where `layouts` are named, the largest that divides them; else as an
             engine chooses, until then 1.
         experts: how the experts of a mixture lie in layouts with tp > 1: "tp" cuts each over the
-            group, "ep" leaves them whole and spreads them over it, "both" keeps both kinds of
-            layout ready, with a base layout of one rank; "auto" is as an engine chooses, one kind,
-            until then both where they can be.
+            group, "ep" leaves them whole and spreads them over it; "auto" cuts them where all
+            layouts can.
         policy: who decides on switches.
         kv_transfer: what becomes of in-flight KV at a switch: "migrate" copies it between ranks,
             "recompute" prefills again, "auto" takes the cheaper for each request. Prefixes in
@@ -119,27 +116,14 @@ class PATConfig(StrictModel):
         """The tp of the base layout, as far as it is chosen."""
         return self.base_tp or math.gcd(*(self.layouts or ())) or 1
 
-    def resolve_layouts(
-        self, world_size: int, mixture: MoEConfig | None = None
-    ) -> tuple[Layout, ...]:
+    def resolve_layouts(self, world_size: int) -> tuple[Layout, ...]:
         """The layouts to keep ready, ascending in tp; the first is the base layout.
 
-        Args:
-            mixture: the model's; None: it has no experts.
-
         Raises:
-            ValueError: a tp does not divide `world_size` or is no multiple of the base layout's,
-                the model's experts cannot lie as asked for, or the policy names another layout.
+            ValueError: a tp does not divide `world_size` or is no multiple of the base layout's, or
+                the policy names another layout.
         """
-        sizes = self._sizes(world_size)
-        if mixture is not None:
-            layouts = mixture.layouts(sizes, world_size, self.experts)
-        elif self.experts in ("auto", "both"):
-            layouts = tuple(Layout.of(tp, world_size) for tp in sizes)
-        else:
-            raise ValueError(
-                f"pat.experts is {self.experts!r}, but the model has no experts; leave it at 'auto'"
-            )
+        layouts = tuple(Layout.of(tp, world_size) for tp in self._sizes(world_size))
         self._check_policy(layouts)
         return layouts
 
@@ -147,21 +131,27 @@ class PATConfig(StrictModel):
         """The layout in which an engine of these layouts starts; the base layout comes first."""
         if not isinstance(self.policy, StaticPolicyConfig) or self.policy.tp is None:
             return layouts[0]
-        layout = Layout.find(self.policy.tp, layouts)
-        assert layout is not None, "resolve_layouts has checked it"
-        return layout
+        return Layout.of(self.policy.tp, layouts[0].world_size)
 
-    def check_layouts(self, world_size: int) -> None:
-        """Check the layouts as far as that is possible without the model.
+    def resolve_experts(
+        self, mixture: MoEConfig | None, layouts: Iterable[Layout]
+    ) -> Experts | None:
+        """The option `experts`, without "auto"; None of a model without experts.
+
+        Args:
+            mixture: the model's; None: it has no experts.
+            layouts: the engine's.
 
         Raises:
-            ValueError: as `resolve_layouts`, but for what a model's experts allow.
+            ValueError: the model's experts cannot lie as asked for, or it has none.
         """
-        sizes = self._sizes(world_size)
-        layouts = [Layout.of(tp, world_size) for tp in sizes]
-        if any(isinstance(name, str) for name in self.policy_names()):
-            layouts += [Layout.of(tp, world_size, "ep") for tp in sizes if tp > 1]
-        self._check_policy(layouts)
+        if mixture is not None:
+            return mixture.resolve(self.experts, {layout.tp for layout in layouts})
+        if self.experts != "auto":
+            raise ValueError(
+                f"pat.experts is {self.experts!r}, but the model has no experts; leave it at 'auto'"
+            )
+        return None
 
     def _sizes(self, world_size: int) -> list[int]:
         """The tp of the layouts, ascending."""
@@ -196,27 +186,14 @@ class PATConfig(StrictModel):
         return sorted(sizes)
 
     def _check_policy(self, layouts: Sequence[Layout]) -> None:
-        drafts = getattr(self.policy, "num_speculative_tokens", {})
-        named = Counter(Layout.find(name, layouts) for name in drafts)
-        if twice := [str(layout) for layout, count in named.items() if layout and count > 1]:
-            raise ValueError(
-                f"pat.policy.num_speculative_tokens names {', '.join(twice)} more than once, by "
-                "its tp and by its name; leave one out"
-            )
-        ranks = layouts[0].world_size
-        for name in self.policy_names():
-            if Layout.find(name, layouts) is None:
-                if ranks % tp_of(name):
-                    raise ValueError(f"pat.policy names {_described(name)}, but {no_tp_of(ranks)}")
-                help = "add it to pat.layouts or change the policy"
-                if self.base > 1 and tp_of(name) in {layout.tp for layout in layouts}:
-                    help = (
-                        f"with pat.base_tp={self.base} experts lie in one way in all layouts: "
-                        "set pat.experts to 'tp' or 'ep', or change the policy"
-                    )
+        ranks, kept = layouts[0].world_size, {layout.tp for layout in layouts}
+        for tp in self.policy_tps():
+            if ranks % tp:
+                raise ValueError(f"pat.policy names tp={tp}, but {no_tp_of(ranks)}")
+            if tp not in kept:
                 raise ValueError(
-                    f"pat.policy names {_described(name)}, which is not among the layouts "
-                    f"{', '.join(map(str, layouts))}; {help}"
+                    f"pat.policy names tp={tp}, which is not among the layouts "
+                    f"{', '.join(map(str, layouts))}; add it to pat.layouts or change the policy"
                 )
 
     def pinned(self, world_size: int) -> dict[str, Any]:
@@ -224,34 +201,28 @@ class PATConfig(StrictModel):
         one layout, that of a static policy or the widest, and no drafts from earlier responses.
 
         Raises:
-            ValueError: as `check_layouts`.
+            ValueError: as `resolve_layouts`.
         """
-        self.check_layouts(world_size)
-        name: LayoutName = max(self._sizes(world_size))
+        tp = self.resolve_layouts(world_size)[-1].tp
         if isinstance(self.policy, StaticPolicyConfig):
-            name = self.policy.tp or self.base_tp or name
-        experts = "auto" if self.experts == "both" else self.experts
-        if isinstance(name, str) and Layout.parse(name).experts == "ep":
-            experts = "ep"
+            tp = self.policy.tp or self.base_tp or tp
         return {
-            "layouts": [tp_of(name)],
-            "base_tp": tp_of(name),
-            "experts": experts,
-            "policy": {"kind": "static", "tp": name},
+            "layouts": [tp],
+            "base_tp": tp,
+            "policy": {"kind": "static", "tp": tp},
             "draft_history_bytes": 0,
             "state_dir": None,
         }
 
     def largest_batch(self, layout: Layout) -> int | None:
-        """Most live requests for which the policy goes to layouts of this tp; None: it sets no
-        limit."""
+        """Most live requests for which the policy goes to a layout; None: it sets no limit."""
         if not isinstance(self.policy, SchedulePolicyConfig) or layout.tp == self.base:
             return None
         schedule = self.policy.switch_at.items()
-        return max((live for live, name in schedule if tp_of(name) == layout.tp), default=None)
+        return max((live for live, tp in schedule if tp == layout.tp), default=None)
 
-    def policy_names(self) -> tuple[LayoutName, ...]:
-        """The layouts that the policy names."""
+    def policy_tps(self) -> tuple[int, ...]:
+        """The tp of each layout that the policy names."""
         match self.policy:
             case StaticPolicyConfig(tp=tp):
                 return () if tp is None else (tp,)
@@ -277,15 +248,6 @@ def of_one_engine(options: Mapping[str, Any], number: int) -> dict[str, Any]:
 def runs_pat(vllm_config: Any) -> bool:
     """Whether an engine of this config runs with PAT."""
     return bool(vllm_config.scheduler_config.scheduler_cls == SCHEDULER_CLS)
-
-
-def tp_of(name: LayoutName) -> int:
-    """The tp of a layout as users name it."""
-    return Layout.parse(name).tp if isinstance(name, str) else name
-
-
-def _described(name: LayoutName) -> str:
-    return f"tp={name}" if isinstance(name, int) else name
 
 
 def no_tp_of(ranks: int) -> str:

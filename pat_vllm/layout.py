@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 Experts: TypeAlias = Literal["tp", "ep"]
-"""How the experts of a mixture lie in a group: each is cut over its ranks, as attention is ("tp"),
-or each rank has some of them whole ("ep")."""
+"""How an engine's experts lie in a group: each is cut over its ranks, as attention is ("tp"), or
+each rank has some of them whole ("ep"). The same in all of its layouts."""
 
-_NAME = re.compile(r"tp(\d+)dp(\d+)(ep)?", re.ASCII)
+_NAME = re.compile(r"tp(\d+)dp(\d+)", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -31,23 +30,17 @@ class Layout:
     divides the tp of a wider layout, a group lies within one of the wider groups, and the shard of
     a rank in the wider layout within its shard in this one. What a rank holds of its own requests'
     KV and of the weights is all that it needs in a wider layout.
-
-    Attributes:
-        experts: of a mixture of experts. With tp=1 a rank has all experts whole, which is "tp".
     """
 
     tp: int
     replicas: int
-    experts: Experts = "tp"
 
     def __post_init__(self) -> None:
         if self.tp < 1 or self.replicas < 1:
             raise ValueError(f"a layout needs tp >= 1 and replicas >= 1, got {self}")
-        if self.tp == 1 and self.experts == "ep":
-            raise ValueError(f"a layout with tp=1 has no ranks to spread experts over, got {self}")
 
     @classmethod
-    def of(cls, tp: int, world_size: int, experts: Experts = "tp") -> Layout:
+    def of(cls, tp: int, world_size: int) -> Layout:
         """The layout of `world_size` ranks with tensor parallelism `tp`.
 
         Raises:
@@ -55,11 +48,11 @@ class Layout:
         """
         if tp < 1 or world_size % tp:
             raise ValueError(f"tp={tp} does not divide the {world_size} ranks of this engine")
-        return cls(tp, world_size // tp, experts)
+        return cls(tp, world_size // tp)
 
     @classmethod
     def parse(cls, name: str) -> Layout:
-        """The layout that `str` gives this name: "tp1dp4" or "tp2dp2ep", for example.
+        """The layout that `str` gives this name, such as "tp1dp4".
 
         Raises:
             ValueError: it is not the name of a layout.
@@ -67,23 +60,10 @@ class Layout:
         match = _NAME.fullmatch(name)
         if match is None:
             raise ValueError(f"expected the name of a layout, such as 'tp1dp4', got {name!r}")
-        return cls(int(match[1]), int(match[2]), "ep" if match[3] else "tp")
-
-    @classmethod
-    def find(cls, wanted: int | str, layouts: Iterable[Layout]) -> Layout | None:
-        """The layout that a user names, among those of an engine; None: it is not among them.
-
-        Args:
-            wanted: its name, or its tp: of a mixture whose experts lie in either way at this tp,
-                with cut experts.
-        """
-        if isinstance(wanted, str):
-            return next((layout for layout in layouts if str(layout) == wanted), None)
-        of_tp = [layout for layout in layouts if layout.tp == wanted]
-        return min(of_tp, key=lambda layout: layout.experts == "ep", default=None)
+        return cls(int(match[1]), int(match[2]))
 
     def __str__(self) -> str:
-        return f"tp{self.tp}dp{self.replicas}{'ep' if self.experts == 'ep' else ''}"
+        return f"tp{self.tp}dp{self.replicas}"
 
     @property
     def world_size(self) -> int:
@@ -98,17 +78,9 @@ class Layout:
         """Position of the global rank within its tensor-parallel group."""
         return rank // self.replicas
 
-    def shares_kv(self, other: Layout) -> bool:
-        """Whether both layouts keep a replica's KV on the same ranks, head by head.
-
-        True between layouts of one tp over the same ranks: they differ in how experts lie alone. A
-        switch between them moves no KV.
-        """
-        return self.tp == other.tp
-
-    def place_of(self, rank: int) -> Place:
+    def place_of(self, rank: int, experts: Experts = "tp") -> Place:
         """The global rank's place, by which its weights are cut."""
-        return Place(self.tp, self.tp_rank_of(rank), self.experts)
+        return Place(self.tp, self.tp_rank_of(rank), experts)
 
     def ranks_of(self, replica: int) -> range:
         """Global ranks of a replica, in tensor-parallel order."""

@@ -15,7 +15,6 @@ from pydantic import (
 )
 
 from pat_vllm.files.reading import shown
-from pat_vllm.layout import Layout
 
 MOST_RANKS = 1024
 """Of an engine: more than any has."""
@@ -24,12 +23,10 @@ MOST_PROBLEMS = 5
 _MOST_DIGITS, _MOST_TOKENS = 9, 2**31
 
 
-def _layout_name(value: Any) -> int | str:
+def _layout_tp(value: Any) -> int:
     tp = _number(value)
-    if isinstance(value, str) and tp is None:
-        return str(Layout.parse(value))
     if tp is None or tp < 1:
-        raise ValueError(f"expected a tp (>= 1) or the name of a layout, got {shown(value)}")
+        raise ValueError(f"expected the tp of a layout (>= 1), got {shown(value)}")
     return tp
 
 
@@ -57,8 +54,8 @@ def _each_once(table: Any) -> Any:
     return table
 
 
-LayoutName: TypeAlias = Annotated[int | str, BeforeValidator(_layout_name)]
-"""A layout as users name it: by its tp, or as `Layout` prints it."""
+LayoutTp: TypeAlias = Annotated[int, BeforeValidator(_layout_tp)]
+"""A layout as users name it, by its tp; its digits do, too, as JSON has them in keys."""
 LiveRequests: TypeAlias = Annotated[int, BeforeValidator(_live_requests)]
 FileName: TypeAlias = Annotated[StrictStr, Field(min_length=1)]
 DraftLength: TypeAlias = Annotated[StrictInt, Field(ge=0, le=_MOST_TOKENS)]
@@ -75,28 +72,27 @@ class StaticPolicyConfig(StrictModel):
     """Stay in one layout.
 
     Attributes:
-        tp: the layout, by its tp or its name; None: the base layout.
+        tp: the layout's; None: the base layout.
     """
 
     kind: Literal["static"]
-    tp: LayoutName | None = None
+    tp: LayoutTp | None = None
 
 
 class SchedulePolicyConfig(StrictModel):
-    """With at most K live requests, be in the layout `switch_at[K]`.
+    """With at most K live requests, be in the layout of tp `switch_at[K]`.
 
     Attributes:
-        switch_at: layouts by their tp or their names.
-        num_speculative_tokens: draft length by layout; what is not named is as
-            `speculative_config` says.
+        num_speculative_tokens: draft length by tp; what is not named is as `speculative_config`
+            says.
     """
 
     kind: Literal["schedule"]
     switch_at: Annotated[
-        dict[LiveRequests, LayoutName], BeforeValidator(_each_once), Field(min_length=1)
+        dict[LiveRequests, LayoutTp], BeforeValidator(_each_once), Field(min_length=1)
     ]
     num_speculative_tokens: Annotated[
-        dict[LayoutName, DraftLength],
+        dict[LayoutTp, DraftLength],
         BeforeValidator(_each_once),
     ] = {}
 

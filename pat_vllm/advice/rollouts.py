@@ -228,8 +228,8 @@ def _chosen(
     )
     device = GPUS[gpu_named(options.gpu)].device
     choice = choose(model.fields, PATConfig(), shape, options.gpus, device, load=Load.of(first))
-    sizes = dict.fromkeys(layout.tp for layout in choice.layouts)
-    engine = modelled_engine(options, model, layouts=sizes, experts=choice.experts)
+    sizes = [layout.tp for layout in choice.layouts]
+    engine = modelled_engine(options, model, layouts=sizes, experts=choice.experts or "auto")
     engine = with_room(engine, longest)
     if engine.layouts != choice.layouts:
         raise ValueError(

@@ -49,10 +49,11 @@ def settings(
     layout = advice.static.layout
     assert layout is not None
     mixture = rollouts.static.experts is not None
+    spread = rollouts.static.key.get("experts") == "ep"
     options = {
         "tensor_parallel_size": layout.tp,
         "language_model_only": rollouts.text_only or None,
-        "enable_expert_parallel": True if mixture and layout.experts == "ep" else None,
+        "enable_expert_parallel": True if mixture and layout.tp > 1 and spread else None,
         # What it was simulated with: as many requests as PAT's replicas of this layout.
         "max_num_seqs": rollouts.static.max_num_seqs[layout.tp],
         "speculative_config": _drafts(advice),
@@ -63,12 +64,11 @@ def settings(
 def pat_options(advice: Advice, profile: str | None = None) -> dict[str, Any]:
     """`additional_config["pat"]`."""
     engine = advice.rollouts.profile
-    sizes = list(dict.fromkeys(layout.tp for layout in engine.layouts))
+    sizes = [layout.tp for layout in engine.layouts]
     # Named, since the load of the advice is not the one that an engine expects by itself.
     options: dict[str, Any] = {"base_tp": sizes[0], "layouts": sizes}
-    kinds = {layout.experts for layout in engine.layouts if layout.tp > 1}
     if engine.experts:
-        options["experts"] = kinds.pop() if len(kinds) == 1 else "both"
+        options["experts"] = engine.key["experts"]
     named = {"profile": profile} if profile else {}
     return {**options, "policy": {"kind": "predictor", **named}, "state_dir": STATE_DIR}
 

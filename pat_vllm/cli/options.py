@@ -65,7 +65,7 @@ def check_engine(engine: Mapping[str, Any], pat: Mapping[str, Any], ranks: int) 
     """
     from pat_vllm.config import PATConfig  # slow, for `--help`
 
-    PATConfig.parse(pat).check_layouts(ranks)
+    PATConfig.parse(pat).resolve_layouts(ranks)
     additional = engine.get("additional_config", {})
     if not isinstance(additional, Mapping):
         raise ValueError("--engine: additional_config is not an object")

@@ -43,7 +43,8 @@ def engine_shape(
     load = expected_load(pat, shape, ranks)
     size = _DTYPE_BYTES[dtype]
     choice = choose(config, pat, shape, ranks, device, dtype_bytes=size, load=load)
-    return replace(shape, layouts=choice.layouts, link=choice.link), choice
+    chosen = replace(shape, layouts=choice.layouts, experts=choice.experts, link=choice.link)
+    return chosen, choice
 
 
 def check_memory(
@@ -95,12 +96,13 @@ def _way_out(
     for base_tp in range(base.tp + 1, base.world_size + 1):
         pat = PATConfig(base_tp=base_tp)
         try:
-            layouts = pat.resolve_layouts(base.world_size, mixture)
+            layouts = pat.resolve_layouts(base.world_size)
+            experts = pat.resolve_experts(mixture, layouts)
         except ValueError:
             continue
         if model.heads % base_tp:
             continue
-        other = replace(shape, pat=pat, layouts=layouts)
+        other = replace(shape, pat=pat, layouts=layouts, experts=experts)
         memory = estimate(model, other, device)
         if (tokens := memory.kv_tokens[base_tp]) >= shape.max_model_len:
             return f"base_tp={base_tp} has room for {tokens:,} tokens"

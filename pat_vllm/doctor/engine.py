@@ -331,7 +331,7 @@ def switch_to(llm: LLM, layout: Layout) -> None:
     """Switch, or say why not."""
     from pat_vllm.api import report, switch
 
-    if not switch(llm, str(layout)):
+    if not switch(llm, layout.tp):
         refused = report(llm).refused
         why = refused[-1].why if refused else "?"
         raise RuntimeError(f"the switch to {layout} was refused: {why}")

@@ -116,11 +116,7 @@ def self_test(
     # All layouts that the options allow, since the model is not the user's.
     layouts = PATConfig.parse(options.pat).resolve_layouts(options.ranks)
     sizes = [layout.tp for layout in layouts]
-    pat = {
-        "kv_transfer": "migrate",
-        **({"experts": "both"} if sizes[0] == 1 else {}),
-        **options.pat,
-    }
+    pat = {"kv_transfer": "migrate", **options.pat}
     pat |= {"base_tp": sizes[0], "layouts": sizes, "policy": {"kind": "static"}}
     task = Task(
         _with_pat(engine, pat, options.ranks, facts.on_cpu),

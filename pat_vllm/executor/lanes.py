@@ -76,8 +76,7 @@ class Lanes:
     def __init__(self, layouts: Iterable[Layout], network: Network) -> None:
         self._network = network
         self._rings: dict[tuple[int, int], MessageQueue] = {}
-        # Layouts of one tp have the same replicas, and share their rings.
-        for layout in {layout.tp: layout for layout in layouts}.values():
+        for layout in layouts:
             for replica in range(layout.replicas):
                 ranks = layout.ranks_of(replica)
                 local = [rank for rank in ranks if rank not in network.ranks]
@@ -175,7 +174,7 @@ def _shut_down() -> RuntimeError:
 
 
 class WorkerLanes:
-    """A worker's ends of its lanes, one by tp: layouts of cut and of spread experts share it."""
+    """A worker's ends of its lanes, one by tp."""
 
     def __init__(
         self, handles: LaneHandles, rank: int, layouts: Iterable[Layout], device: torch.device
@@ -184,7 +183,7 @@ class WorkerLanes:
             layout.tp: MessageQueue.create_from_handle(
                 handles.by_replica[layout.tp, layout.replica_of(rank)], rank
             )
-            for layout in {layout.tp: layout for layout in layouts}.values()
+            for layout in layouts
         }
         self._rank = rank
         self._device = device

@@ -25,11 +25,7 @@ def place_requests(
     A request stays on its own ranks where that keeps the replicas balanced (each gets at most
     its share of requests, rounded up), for then part of its KV need not travel. Longest first,
     so that the requests with most KV get their choice.
-
-    Between layouts that share KV every request stays.
     """
-    if source.shares_kv(target):
-        return {request.request_id: request.replica for request in requests}
     ordered = sorted(requests, key=lambda r: (-r.context, r.request_id))
     share = -(-len(ordered) // target.replicas)
     count = [0] * target.replicas

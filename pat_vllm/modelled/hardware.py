@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from itertools import permutations, product
 from pathlib import Path
 
-from pat_vllm.layout import Layout
+from pat_vllm.layout import Experts, Layout
 from pat_vllm.modelled.roofline import (
     COMPUTE_EFFICIENCY,
     EXCHANGE_EFFICIENCY,
@@ -73,7 +73,7 @@ def modelled_profile(
         max_num_seqs: of a rank; a replica's follows its ranks (`pat_vllm/start/limits.py`).
         draft_lengths: those that decode steps are modelled for beside 0.
         drafting: seconds that a drafter adds to a step in which it runs; an assumption.
-        experts: of a mixture, how they lie in layouts with tp > 1, as PAT's option.
+        experts: of a mixture, how they lie, as PAT's option.
         static: each layout has engines of its own.
 
     Raises:
@@ -83,7 +83,6 @@ def modelled_profile(
     gpu = gpu_named(gpu)
     figures = GPUS[gpu]
     shape = ModelSize.of(model_config)
-    machine = Machine(shape, figures, drafting)
     mixture = MoEConfig.from_config(model_config)
     lengths = tuple(sorted({*draft_lengths} - {0}))
     wanted = sorted({2**i for i in range(ranks.bit_length())} if layouts is None else {*layouts})
@@ -94,11 +93,13 @@ def modelled_profile(
         link=figures.link,
     )
     sizes = [tp for tp in wanted if ranks % tp == 0 and tp <= NODE_SIZE and shape.divides(tp)]
+    lie: Experts | None = None
     while sizes:
         possible = tuple(Layout.of(tp, ranks) for tp in sizes)
         if mixture is not None:
-            possible = mixture.layouts(sizes, ranks, experts)
-        kv_tokens = _kv_tokens(shape, replace(engine, layouts=possible), figures.device, static)
+            lie = mixture.resolve(experts, sizes)
+        shaped = replace(engine, layouts=possible, experts=lie)
+        kv_tokens = _kv_tokens(shape, shaped, figures.device, static)
         if kv_tokens[sizes[0]] > _CONTEXTS[0]:
             break
         sizes = sizes[1:]
@@ -107,6 +108,7 @@ def modelled_profile(
             f"no layout of {ranks} x {gpu} can hold {name}: of tp={wanted}, none divides the ranks "
             f"and the model's heads, stays within a node of {NODE_SIZE} and leaves memory for KV"
         )
+    machine = Machine(shape, figures, lie, drafting)
     limits = {layout.tp: engine.limits(layout) for layout in possible}
     steps: list[StepSample] = []
     for layout in possible:
@@ -124,7 +126,7 @@ def modelled_profile(
             "ranks": ranks,
             "link": figures.link,
             **({"draft_lengths": [0, *lengths], "drafting": drafting} if lengths else {}),
-            **({"experts": experts} if mixture else {}),
+            **({"experts": lie} if mixture else {}),
             **({"static": True} if static else {}),
         },
         ranks=ranks,

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import log2
 
-from pat_vllm.layout import Layout
+from pat_vllm.layout import Experts, Layout
 from pat_vllm.modelled.expert_load import ExpertLoad, busiest, hot_experts
 from pat_vllm.models.model_size import ModelSize
 from pat_vllm.profile import SwitchSample
@@ -83,11 +83,13 @@ class Machine:
     """A model on GPUs of one kind; sizes in bytes, times in seconds.
 
     Attributes:
+        experts: how the experts of a mixture lie.
         drafting: seconds that a drafter adds to a step in which it runs; an assumption.
     """
 
     model: ModelSize
     gpu: Gpu
+    experts: Experts | None = None
     drafting: float = 0.0
 
     def expert_load(self, layout: Layout, tokens: int) -> ExpertLoad:
@@ -97,7 +99,7 @@ class Machine:
         """
         experts = self.model.experts
         assert experts is not None
-        if layout.experts == "ep":
+        if self.experts == "ep" and layout.tp > 1:
             return busiest(experts, tokens, layout.tp)
         return ExpertLoad(
             hot_experts(experts, tokens) / layout.tp, tokens * experts.per_token / layout.tp
@@ -164,16 +166,11 @@ class Machine:
         Where experts are cut, those rows of a rank's part come to gate's that are up's, and as many
         leave. Where they are whole, and in the base layout, they lie as they were loaded.
         """
-        if self.model.experts is None:
+        if self.model.experts is None or self.experts == "ep":
             return 0.0
         experts = self.model.experts
-        held = experts.most_on_rank(base.tp) if base.experts == "ep" else experts.count
-        share = sum(
-            1 / layout.tp
-            for layout in (source, target)
-            if layout.experts == "tp" and layout != base
-        )
-        return experts.layers * held * 2 * experts.intermediate * self.model.hidden * share
+        share = sum(1 / layout.tp for layout in (source, target) if layout != base)
+        return experts.layers * experts.count * 2 * experts.intermediate * self.model.hidden * share
 
     def switch(
         self, source: Layout, target: Layout, live: int, tokens: int, base: Layout

@@ -214,7 +214,7 @@ class ModelSize:
     def divides(self, tp: int) -> bool:
         """Whether heads of every kind and MLPs can be split over `tp` ranks.
 
-        How a mixture's experts can lie is another question (`MoEConfig.layouts`).
+        How a mixture's experts can lie is another question (`MoEConfig.resolve`).
         """
         kv = self.kv_heads % tp == 0 or tp % self.kv_heads == 0
         mlp = self.dense_layers == 0 or self.intermediate % tp == 0
@@ -228,12 +228,15 @@ class ModelSize:
         width = self.head_dim if self.latent is None else self.latent.rope
         return self.max_positions * width * self.dtype_bytes
 
-    def swap_table_bytes(self, layouts: Sequence[Layout]) -> int:
+    def swap_table_bytes(self, layouts: Sequence[Layout], spread: bool = False) -> int:
         """Tables of the rows that trade places between any two layouts, about.
 
         They lie on the device, with weights in place.
+
+        Args:
+            spread: as in `resident_weights`.
         """
-        base, *others = dict.fromkeys(layout.tp for layout in layouts)
+        base, *others = (layout.tp for layout in layouts)
         fused = 0  # of latent attention nothing that is cut is fused
         if self.latent is None:
             queries = (1 + self.gated) * self.heads
@@ -243,9 +246,7 @@ class ModelSize:
         if self.mlp_gate:
             fused += 2 * self.intermediate // base * self.dense_layers
         if (experts := self.experts) is not None:
-            held = (
-                experts.most_on_rank(base) if layouts[0].experts == "ep" else experts.count / base
-            )
+            held = experts.most_on_rank(base) if spread else experts.count / base
             fused += int(experts.layers * 2 * (experts.intermediate * held + experts.shared / base))
         chunks = fused * self.hidden * self.dtype_bytes / SWAP_CHUNK_BYTES
         pairs = len(others) * (len(others) + 1)

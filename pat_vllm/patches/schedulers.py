@@ -93,25 +93,6 @@ def make_room_for_grammars(manager: StructuredOutputManager, max_num_seqs: int) 
     manager.__init__(config)  # type: ignore[misc]
 
 
-def queue_with_blocks(scheduler: Scheduler) -> None:
-    """Put the running requests at the head of the queue, with their blocks.
-
-    Without it: requests would have to move to a new scheduler, and their KV to other blocks, for
-    other workers to be told of them. Missing seam: a preemption that keeps blocks.
-    """
-    from vllm.v1.request import RequestStatus
-
-    for request in reversed(scheduler.running):
-        # How vLLM tells a request that a worker knows from one that it does not.
-        request.status = RequestStatus.PREEMPTED
-        request.num_preemptions += 1
-        request.spec_token_ids = []
-        scheduler.kv_holding_waiting.prepend_request(request)
-    scheduler.running.clear()
-    # With V1 only requests that are not in here are sent whole.
-    scheduler.prev_step_scheduled_req_ids.clear()
-
-
 def preempt_carried(scheduler: Scheduler) -> None:
     """Preempt requests that have not run since a switch carried their KV to this scheduler.
 

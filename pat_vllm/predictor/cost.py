@@ -104,13 +104,12 @@ class CostModel:
         linear, correction = self._linear(source, target)
         fixed = correction * (linear.fixed + linear.per_request * num_seqs)
         migrate, in_one_replica = self._per_token(source, target)
-        mode = self._mode_of(source, target)
         moving = self._carried(num_seqs, tokens)
         cheaper = migrate * target.replicas * max(1.0, self._most_moves) <= in_one_replica
-        if mode == "migrate" or (mode == "auto" and cheaper):
+        if self.mode == "migrate" or (self.mode == "auto" and cheaper):
             return fixed + migrate * moving
         recompute = in_one_replica / np.minimum(np.maximum(num_seqs, 1), target.replicas)
-        if mode == "recompute":
+        if self.mode == "recompute":
             return fixed + recompute * tokens
         return fixed + np.minimum(migrate * moving, recompute * tokens)
 
@@ -121,8 +120,8 @@ class CostModel:
             num_tokens: of the request, with KV in memory. All of them are computed again; what
                 moves is what is left of them in each kind of state.
         """
-        if (mode := self._mode_of(source, target)) != "auto":
-            return mode
+        if self.mode != "auto":
+            return self.mode
         migrate, in_one_replica = self._per_token(source, target)
         recompute = in_one_replica / max(1, min(num_seqs, target.replicas))
         tokens = max(1, num_tokens)  # of a request that waits, any that are cached for it
@@ -135,10 +134,9 @@ class CostModel:
         Prefixes are computed again in all replicas side by side. Where nothing is known of that,
         or KV is always to be migrated, all are worth it.
         """
-        mode = self._mode_of(source, target)
-        if mode == "recompute":
+        if self.mode == "recompute":
             return math.inf
-        if mode == "migrate" or target not in self._recompute:
+        if self.mode == "migrate" or target not in self._recompute:
             return 0.0
         migrate, in_one_replica = self._per_token(source, target)
         return migrate * target.replicas / in_one_replica
@@ -193,15 +191,9 @@ class CostModel:
         coefficients, _ = nnls(features / seconds[:, None] / scale, np.ones(len(samples)))
         return _Linear(*(coefficients / scale).tolist())
 
-    def _mode_of(self, source: Layout, target: Layout) -> Literal["auto", "migrate", "recompute"]:
-        """Between layouts that share KV all of it stays where it is."""
-        return "migrate" if source.shares_kv(target) else self.mode
-
     def _linear(self, source: Layout, target: Layout) -> tuple[_Linear, float]:
         """The coefficients of a pair, and the factor that corrects them."""
         linear = self._by_pair.get((source, target), self._other_pairs)
-        if source.shares_kv(target):
-            linear = linear._replace(per_token=0.0)
         return linear, math.exp(self._log_correction.get((source, target), 0.0))
 
     def _per_token(self, source: Layout, target: Layout) -> tuple[float, float]:

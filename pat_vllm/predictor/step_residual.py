@@ -146,12 +146,12 @@ def features_of(
     each: ArrayLike,
     k: ArrayLike,
 ) -> Floats:
-    """What LightGBM sees, float64 [n, 10]; `mean` context per request, `skew` longest / mean,
+    """What LightGBM sees, float64 [n, 9]; `mean` context per request, `skew` longest / mean,
     `each` drafts per request."""
     batch, mean, skew, busy, each, k = np.broadcast_arrays(batch, mean, skew, busy, each, k)
     tokens = batch * (1 + each)
-    tp, spread = (np.full(batch.size, value) for value in (layout.tp, layout.experts == "ep"))
-    columns = [tp, batch, mean, batch * mean, skew, busy, each, k, tokens, spread]
+    tp = np.full(batch.size, layout.tp)
+    columns = [tp, batch, mean, batch * mean, skew, busy, each, k, tokens]
     return np.column_stack([np.ravel(column) for column in columns]).astype(np.float64)
 
 

@@ -111,6 +111,8 @@ def profile_key(vllm_config: VllmConfig, setup: Setup, resolved: ResolvedKernels
             "rejection_sample_method": speculative.rejection_sample_method,
             "earlier_responses": bool(setup.history_bytes),
         }
+    if setup.experts is not None:
+        key["experts"] = setup.experts
     if current_platform.is_cpu():
         key["threads"] = {name: os.environ.get(name) for name in _THREADS}
     return key

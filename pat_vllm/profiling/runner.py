@@ -246,12 +246,10 @@ class Profiler:
         after: _Allotted,
     ) -> None:
         """Carry requests over, with planning as in a real switch."""
-        # Where layouts share KV, schedulers stay, too (`scheduler/in_place.py`).
-        stays = source.shares_kv(target)
-        making = 0.0 if stays else self._seconds_to_make(target)
+        making = self._seconds_to_make(target)
         begun = time.perf_counter()
         placement = place_requests(requests, source, target)
-        blocks = () if stays else _request_blocks(before, after)
+        blocks = _request_blocks(before, after)
         moves = tuple(plan_moves(source, target, self._plan.limits.kinds, blocks))
         times = self._executor.switch(
             SwitchCommand(self._switch_id, source, target, moves, placement)

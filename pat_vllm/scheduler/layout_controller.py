@@ -166,11 +166,11 @@ class LayoutController:
         """Whether the caller may change the engine: no other thread has used it last."""
         return self._engine_thread in (None, threading.get_ident())
 
-    def request_switch(self, wanted: int | str) -> bool:
+    def request_switch(self, tp: int) -> bool:
         """Switch now; from a thread other than the engine's, before its next step.
 
         Args:
-            wanted: the layout, as in `Layout.find`.
+            tp: the layout's.
 
         Returns:
             Whether the engine is in that layout; False when the switch was refused.
@@ -180,13 +180,13 @@ class LayoutController:
             PlanningFailed: it could not be planned, by a mistake of PAT's; generation goes on.
             TimeoutError: the engine did not come to its next step; the switch is withdrawn.
         """
-        target = Layout.find(wanted, self.layouts)
+        target = next((layout for layout in self.layouts if layout.tp == tp), None)
         if target is None:
             ranks = self.layouts[0].world_size
-            if type(wanted) is int and wanted > 0 and ranks % wanted:
-                raise ValueError(f"cannot switch to tp={wanted}: {no_tp_of(ranks)}")
+            if type(tp) is int and tp > 0 and ranks % tp:
+                raise ValueError(f"cannot switch to tp={tp}: {no_tp_of(ranks)}")
             raise ValueError(
-                f"cannot switch to {wanted!r}, a tp or the name of a layout: the engine keeps "
+                f"cannot switch to tp={tp!r}: the engine keeps "
                 f"{', '.join(map(str, self.layouts))} ready; name more in pat.layouts"
             )
         if self.on_engine_thread:

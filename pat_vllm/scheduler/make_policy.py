@@ -39,19 +39,15 @@ def make_policy(
         ValueError: a file that the options name cannot be used.
     """
 
-    def named(name: int | str) -> Layout:
-        layout = Layout.find(name, layouts)
-        assert layout is not None, "resolve_layouts has checked it"
-        return layout
-
+    of_tp = {layout.tp: layout for layout in layouts}  # has those of the policy: they were checked
     match config.policy:
         case StaticPolicyConfig():
             return StayPolicy(default_layout=config.default_layout(layouts))
         case SchedulePolicyConfig(switch_at=switch_at, num_speculative_tokens=drafts):
             return SchedulePolicy(
                 default_layout=layouts[0],
-                table=tuple((live, named(name)) for live, name in sorted(switch_at.items())),
-                drafts={named(name): ((1, 1, length),) for name, length in drafts.items()},
+                table=tuple((live, of_tp[tp]) for live, tp in sorted(switch_at.items())),
+                drafts={of_tp[tp]: ((1, 1, length),) for tp, length in drafts.items()},
             )
         case PredictorPolicyConfig() as options:
             if len(layouts) == 1 and len(draft_lengths) == 1:

@@ -3,7 +3,6 @@
     1. check      a reason against it that is known beforehand refuses it, and no step waits
     2. quiesce    steps in flight drain
     3. plan       requests placed, blocks allocated in B by B's own schedulers, moves listed
-                  (`Carry`); or nothing moved, where every block may stay (`StayInPlace`)
     4. move KV    ]
     5. reshard    ] one call to all workers (`PATWorkerMixin.pat_switch`)
     6. activate   ]
@@ -17,8 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 from vllm.v1.request import Request, RequestStatus
@@ -26,9 +24,8 @@ from vllm.v1.request import Request, RequestStatus
 from pat_vllm.executor.messages import SwitchCommand, SwitchTimes
 from pat_vllm.layout import Layout
 from pat_vllm.reporting import SwitchReport
-from pat_vllm.scheduler.in_place import keeps_places
 from pat_vllm.scheduler.replica import Replica
-from pat_vllm.scheduler.switch_plan import CarriedRequest, Carry, StayInPlace, SwitchPlan
+from pat_vllm.scheduler.switch_plan import CarriedRequest, SwitchPlan
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -55,34 +52,15 @@ class PlanningFailed(Exception):
     """Planning raised what it should not; its cause is the exception. All is as it was before."""
 
 
-@dataclass(frozen=True)
-class _Undo:
-    """What planning changes in a request. The old layout's queues and blocks it leaves alone."""
-
-    request: Request
-    status: RequestStatus
-    num_computed_tokens: int
-    num_preemptions: int
-    skip_reading_prefix_cache: bool
-    spec_token_ids: list[int]
-
-    @classmethod
-    def of(cls, request: Request) -> _Undo:
-        return cls(
-            request,
-            request.status,
-            request.num_computed_tokens,
-            request.num_preemptions,
-            request.skip_reading_prefix_cache,
-            request.spec_token_ids,
-        )
-
-    def apply(self) -> None:
-        self.request.status = self.status
-        self.request.num_computed_tokens = self.num_computed_tokens
-        self.request.num_preemptions = self.num_preemptions
-        self.request.skip_reading_prefix_cache = self.skip_reading_prefix_cache
-        self.request.spec_token_ids = self.spec_token_ids
+_CHANGED_BY_PLANNING = (
+    "status",
+    "num_computed_tokens",
+    "num_preemptions",
+    "skip_reading_prefix_cache",
+    "spec_token_ids",
+)
+"""The fields of a request that planning changes. The old layout's queues and blocks it leaves
+alone."""
 
 
 def switch(
@@ -159,27 +137,22 @@ def _plan(
     Raises:
         PlanningFailed: all is as it was before.
     """
-    undo: list[_Undo] = []
+    before: list[tuple[Request, dict[str, Any]]] = []
     new_replicas: list[Replica] = []
     try:
         carried = _carried(active, target, costs)
-        undo = [_Undo.of(c.request) for c in carried]
-        plan: SwitchPlan
-        # Blocks can stay only if no request is to be computed again.
-        if keeps_places(active.layout, target, active.replicas) and all(
-            c.migrates for c in carried if c.computed
-        ):
-            plan = StayInPlace.of(carried, active)
-        else:
-            new_replicas = active.make(target)
-            # What ended requests have cached comes along if it is likely to be used again.
-            caches_pay = active.chains.chance >= costs.least_chance(active.layout, target)
-            chains = active.chains.latest() if caches_pay and active.may_carry_caches else None
-            plan = Carry.of(carried, chains, active, target, new_replicas)
+        for c in carried:
+            before.append((c.request, {f: getattr(c.request, f) for f in _CHANGED_BY_PLANNING}))
+        new_replicas = active.make(target)
+        # What ended requests have cached comes along if it is likely to be used again.
+        caches_pay = active.chains.chance >= costs.least_chance(active.layout, target)
+        chains = active.chains.latest() if caches_pay and active.may_carry_caches else None
+        plan = SwitchPlan.of(carried, chains, active, target, new_replicas)
         return plan, plan.command(switch_id, active.layout, target)
     except Exception as error:
-        for saved in undo:
-            saved.apply()
+        for request, fields in before:
+            for name, value in fields.items():
+                setattr(request, name, value)
         active.factory.discard(new_replicas)
         raise PlanningFailed(f"{type(error).__name__}: {error}") from error
 

@@ -1,4 +1,4 @@
-"""What becomes of the requests at a switch: they stay in place, or are carried to new replicas."""
+"""What becomes of the requests at a switch: they go to new replicas, with their KV or without."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pat_vllm.kv_transfer.placement import RequestPlacement, place_requests
 from pat_vllm.kv_transfer.plan import BlockMove, RequestBlocks, plan_moves
 from pat_vllm.layout import Layout
 from pat_vllm.models.kinds import NULL_BLOCK, Kinds, block_size, densest
-from pat_vllm.patches.schedulers import linear_time_admission, queue_with_blocks
+from pat_vllm.patches.schedulers import linear_time_admission
 from pat_vllm.scheduler.chains import Chain, PlacedChain
 from pat_vllm.scheduler.prefix_cache import carry_cached, num_cached, place_chains
 from pat_vllm.scheduler.replica import Replica
@@ -64,6 +64,7 @@ class SwitchPlan:
         placement: replica of each request there, by request id.
         moves: the KV that moves.
         cached_tokens: tokens of cached prefixes among it that no request uses.
+        admissions: what each new replica is to receive.
     """
 
     carried: Sequence[CarriedRequest]
@@ -71,48 +72,6 @@ class SwitchPlan:
     placement: Mapping[str, int]
     moves: tuple[BlockMove, ...]
     cached_tokens: int
-
-    def command(self, switch_id: int, source: Layout, target: Layout) -> SwitchCommand:
-        """What the workers are told. They know of the requests that have started."""
-        started = [c.request.request_id for c in self.carried if c.started]
-        placement = {request_id: self.placement[request_id] for request_id in started}
-        return SwitchCommand(switch_id, source, target, self.moves, placement)
-
-    def hand_over(self) -> int:
-        """Have the replicas go on, after the workers have switched.
-
-        Returns:
-            Number of requests that took their KV along.
-        """
-        raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class StayInPlace(SwitchPlan):
-    """The replicas go on with their requests, blocks and KV (see `in_place.py`)."""
-
-    @classmethod
-    def of(cls, carried: Sequence[CarriedRequest], active: ReplicaSet) -> StayInPlace:
-        """Plan it."""
-        placement = {c.request.request_id: c.replica for c in carried}
-        return cls(carried, active.replicas, placement, moves=(), cached_tokens=0)
-
-    def hand_over(self) -> int:
-        """See `SwitchPlan`. Running requests are queued again, with their blocks, so that the next
-        step tells the other layout's model runner of them."""
-        for replica in self.replicas:
-            queue_with_blocks(replica.scheduler)
-        return sum(1 for c in self.carried if c.computed)
-
-
-@dataclass(frozen=True)
-class Carry(SwitchPlan):
-    """Requests go to new replicas, with their KV or to be computed again.
-
-    Attributes:
-        admissions: what each new replica is to receive.
-    """
-
     admissions: Sequence[_Admission]
 
     @classmethod
@@ -123,7 +82,7 @@ class Carry(SwitchPlan):
         active: ReplicaSet,
         target: Layout,
         new_replicas: list[Replica],
-    ) -> Carry:
+    ) -> SwitchPlan:
         """Place the requests in the `new_replicas` of `target`, which allocate their blocks.
 
         Changes requests that take their KV along. The blocks that these leave free get cached KV:
@@ -151,8 +110,18 @@ class Carry(SwitchPlan):
         cached_tokens = cached_blocks * new_replicas[0].scheduler.block_size
         return cls(carried, new_replicas, placement, tuple(moves), cached_tokens, admissions)
 
+    def command(self, switch_id: int, source: Layout, target: Layout) -> SwitchCommand:
+        """What the workers are told. They know of the requests that have started."""
+        started = [c.request.request_id for c in self.carried if c.started]
+        placement = {request_id: self.placement[request_id] for request_id in started}
+        return SwitchCommand(switch_id, source, target, self.moves, placement)
+
     def hand_over(self) -> int:
-        """See `SwitchPlan`. The new schedulers learn what has arrived, and queue the rest."""
+        """Tell the new schedulers what has arrived, and queue the rest there.
+
+        Returns:
+            Number of requests that took their KV along.
+        """
         for replica, admission in zip(self.replicas, self.admissions, strict=True):
             if admission.blocks:
                 arrived = KVConnectorOutput(finished_recving=set(admission.blocks))
@@ -231,7 +200,7 @@ def _carry_caches(
     placement: Mapping[str, int],
     admissions: Sequence[_Admission],
 ) -> list[RequestBlocks]:
-    """Fill blocks that are left free with what is cached, in the order that `Carry.of` tells."""
+    """Fill blocks that are left free with what is cached, in the order of `SwitchPlan.of`."""
     loaded = {id_ for admission in admissions for id_ in admission.blocks}
     wanted = [
         PlacedChain(hashes[:cached], c.replica, placement[c.request.request_id])

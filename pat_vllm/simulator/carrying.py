@@ -81,8 +81,6 @@ def carry(
     cached = 0
     if requests.has_turns:
         cached = _carry_contexts(requests, replicas, new_replicas, source, target, placement, room)
-    if source.shares_kv(target):
-        cached = 0  # where it was
     return CarryResult(len(live), migrated, recomputed, tokens, cached)
 
 

@@ -207,7 +207,7 @@ class SimulatedEngine:
         )
         self.now += seconds
         weights = min(fixed, seconds)
-        moved = carried.cached_tokens + carried.tokens * (not source.shares_kv(target))
+        moved = carried.cached_tokens + carried.tokens
         report = SwitchReport(
             at=at,
             source=source,

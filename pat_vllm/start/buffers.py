@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from pat_vllm.config import PATConfig
-from pat_vllm.layout import Layout
+from pat_vllm.layout import Experts, Layout
 from pat_vllm.models.model_size import ModelSize
 from pat_vllm.start.gpus import Link, MiB
 from pat_vllm.start.limits import Limits, layout_limits
@@ -36,7 +36,7 @@ class EngineShape:
         kv_cache_memory_bytes: of a rank; in place of what `gpu_memory_utilization` leaves.
         enforce_eager: there are no CUDA graphs.
         runner: vLLM's model runner, V2 by default on CUDA.
-        weights: PAT's option, resolved.
+        weights, experts: PAT's options, resolved.
         migrates: whether switches carry KV between ranks.
         attention: the backend, where it keeps large buffers.
         num_speculative_tokens: the most draft tokens; 0 without speculation.
@@ -54,6 +54,7 @@ class EngineShape:
     enforce_eager: bool = False
     runner: Literal["V1", "V2"] = "V2"
     weights: Literal["inplace", "materialized"] = "inplace"
+    experts: Experts | None = None
     migrates: bool = True
     attention: Literal["FLASH_ATTN", "FLASHINFER", "CPU_ATTN"] = "FLASH_ATTN"
     num_speculative_tokens: int = 0
@@ -126,7 +127,7 @@ def runner_buffers(model: ModelSize, engine: EngineShape, layout: Layout) -> lis
         buffers += [Buffer(workspace, shared=True, with_kv=True), Buffer(table, with_kv=True)]
     if size := model.latent_workspace_bytes(engine.max_model_len, seqs, engine.block_size):
         buffers.append(Buffer(size, shared=True, with_kv=True))
-    if size := model.expert_workspace_bytes(layout.tp, layout.experts == "ep", tokens):
+    if size := model.expert_workspace_bytes(layout.tp, engine.experts == "ep", tokens):
         # A process has one, which grows until the first graph is captured.
         buffers.append(Buffer(0 if engine.attention == "CPU_ATTN" else size, shared=True))
     return buffers

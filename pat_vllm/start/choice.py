@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from pat_vllm.config import PATConfig, tp_of
-from pat_vllm.layout import Layout
+from pat_vllm.config import PATConfig
+from pat_vllm.layout import Experts, Layout
 from pat_vllm.modelled.batch_time import Load, batch_seconds
 from pat_vllm.modelled.roofline import Machine
 from pat_vllm.models.model_size import ModelSize
-from pat_vllm.models.moe_config import MoEConfig, WantedExperts
+from pat_vllm.models.moe_config import MoEConfig
 from pat_vllm.predictor.draft_schedule import draft_lengths
 from pat_vllm.start.buffers import EngineShape
 from pat_vllm.start.gpus import Device, Gpu, Link, gib, known_gpu, link_of
@@ -47,7 +47,7 @@ class Choice:
 
     Attributes:
         layouts: the base layout first.
-        experts: PAT's option, resolved; of a model without experts, as it was.
+        experts: PAT's option, resolved; None: the model has no experts.
         found: what was chosen, what it leaves for KV, and how to choose otherwise, in a line.
         warning: that there is too little memory, or one layout only; None: neither is so.
         more_room: options with which a rank has more memory for KV, as "name ... or ...".
@@ -55,7 +55,7 @@ class Choice:
     """
 
     layouts: tuple[Layout, ...]
-    experts: WantedExperts
+    experts: Experts | None
     found: str
     warning: str | None = None
     more_room: str = ""
@@ -64,8 +64,9 @@ class Choice:
     @property
     def options(self) -> dict[str, Any]:
         """As options of PAT's."""
-        sizes = list(dict.fromkeys(layout.tp for layout in self.layouts))
-        return {"base_tp": sizes[0], "layouts": sizes, "experts": self.experts}
+        sizes = [layout.tp for layout in self.layouts]
+        experts = {} if self.experts is None else {"experts": self.experts}
+        return {"base_tp": sizes[0], "layouts": sizes, **experts}
 
 
 def choose(
@@ -82,7 +83,7 @@ def choose(
 
     Args:
         model_config: contents of the model's `config.json`.
-        engine: its other options; `layouts`, `pat` and `link` are not looked at.
+        engine: its other options; `layouts`, `experts`, `pat` and `link` are not looked at.
         device: that of each rank; None: nothing is known of it.
         load: what is expected.
 
@@ -99,9 +100,10 @@ def choose(
     search = _Search(pat, engine, ranks, mixture, model, device)
     sets = list(search.sets())
     if model is None or device is None:
-        layouts, how = search.resolve(sets[0]), "nothing is known of the model's memory"
+        layouts, how = search.layouts(sets[0]), "nothing is known of the model's memory"
+        experts = search.experts(sets[0])
         found, warning = _chosen(layouts, how), search.one_layout(sets[0])
-        return Choice(layouts, search.experts(sets[0]), found, warning, link=link)
+        return Choice(layouts, experts, found, warning, link=link)
     fitting = [sizes for sizes in sets if search.fits(sizes)]
     alone = {tp: search.memory_alone(tp).kv for tp in search.sizes}
     if not fitting:
@@ -114,7 +116,7 @@ def choose(
     else:
         best = search.by_rule(fitting, max(alone.values()))
         how = "by memory, of a device whose speed is not known"
-    layouts, memory = search.resolve(best), search.memory(best)
+    layouts, memory = search.layouts(best), search.memory(best)
     room = ", ".join(f"tp={tp} {gib(kv)}" for tp, kv in alone.items())
     kv = f"{gib(memory.kv)} of KV a rank (static engines: {room}), by computation"
     return Choice(
@@ -148,7 +150,7 @@ class _Search:
         """Among which layouts are chosen: doublings, and all ranks, as far as the model allows."""
         named = self.pat.base
         sizes = {self.ranks, *(named << i for i in range(self.ranks.bit_length()))}
-        sizes |= {tp_of(name) for name in self.pat.policy_names()} | {*(self.pat.layouts or ())}
+        sizes |= {*self.pat.policy_tps(), *(self.pat.layouts or ())}
         divisors = [tp for tp in sorted(sizes) if tp > 0 and self.ranks % tp == 0]
         if self.model is None:
             return tuple(divisors)
@@ -158,14 +160,14 @@ class _Search:
         """Those that may be kept, a narrow base layout first; the first is the usual one.
 
         Raises:
-            ValueError: as `PATConfig.resolve_layouts`.
+            ValueError: as `PATConfig.resolve_layouts` and `PATConfig.resolve_experts`.
         """
+        layouts = self.pat.resolve_layouts(self.ranks)
         if self.pat.layouts is not None:
-            layouts = self.pat.resolve_layouts(self.ranks, self.mixture)
-            yield tuple(dict.fromkeys(layout.tp for layout in layouts))
+            self.pat.resolve_experts(self.mixture, layouts)
+            yield tuple(layout.tp for layout in layouts)
             return
-        self.pat.check_layouts(self.ranks)
-        needed = {tp_of(name) for name in self.pat.policy_names()}
+        needed = {*self.pat.policy_tps()}
         bases = [self.pat.base_tp] if self.pat.base_tp is not None else self.sizes
         any_possible = False
         for base in bases:
@@ -186,41 +188,27 @@ class _Search:
                     any_possible = True
                     yield chosen
         if not any_possible:
-            self.pat.resolve_layouts(self.ranks, self.mixture)  # says why
+            self.pat.resolve_experts(self.mixture, layouts)  # says why
             yield self.sizes
 
     def _possible(self, sizes: Sequence[int]) -> bool:
         try:
-            self.resolve(sizes)
+            self.experts(sizes)
         except ValueError:
             return False
         return True
 
-    def experts(self, sizes: Sequence[int]) -> WantedExperts:
-        """One kind, unless a user wants both."""
-        if self.mixture is None or self.pat.experts != "auto":
-            return self.pat.experts
-        kinds = {
-            Layout.parse(name).experts
-            for name in self.pat.policy_names()
-            if isinstance(name, str) and tp_of(name) > 1
-        }
-        if "ep" in kinds:
-            return "both" if sizes[0] == 1 else "ep"
-        try:
-            self.mixture.layouts(sizes, self.ranks, "tp")
-        except ValueError:
-            return "ep"
-        return "tp"
+    def layouts(self, sizes: Sequence[int]) -> tuple[Layout, ...]:
+        """The layouts of these tps."""
+        return tuple(Layout.of(tp, self.ranks) for tp in sizes)
 
-    def resolve(self, sizes: Sequence[int]) -> tuple[Layout, ...]:
-        """The layouts of these tps.
+    def experts(self, sizes: Sequence[int]) -> Experts | None:
+        """How experts lie in the layouts of these tps.
 
         Raises:
-            ValueError: as `PATConfig.resolve_layouts`.
+            ValueError: as `PATConfig.resolve_experts`.
         """
-        named = {"layouts": tuple(sizes), "base_tp": sizes[0], "experts": self.experts(sizes)}
-        return self.pat.model_copy(update=named).resolve_layouts(self.ranks, self.mixture)
+        return self.pat.resolve_experts(self.mixture, self.layouts(sizes))
 
     def memory(self, sizes: Sequence[int]) -> RankMemory:
         assert self.device is not None
@@ -228,7 +216,8 @@ class _Search:
 
     def _memory(self, sizes: Sequence[int], device: Device) -> RankMemory:
         assert self.model is not None
-        return estimate(self.model, replace(self.engine, layouts=self.resolve(sizes)), device)
+        layouts, experts = self.layouts(sizes), self.experts(sizes)
+        return estimate(self.model, replace(self.engine, layouts=layouts, experts=experts), device)
 
     def memory_alone(self, tp: int) -> RankMemory:
         """Of a static engine."""
@@ -316,16 +305,14 @@ class _Search:
 
     def fastest(self, sets: Sequence[tuple[int, ...]], gpu: Gpu, load: Load) -> tuple[int, ...]:
         """The one with fewest layouts of those that are about as fast as the fastest."""
-        assert self.model is not None
-        machine = Machine(self.model, gpu)
-        seconds = {sizes: self._seconds(sizes, machine, load) for sizes in sets}
+        seconds = {sizes: self._seconds(sizes, gpu, load) for sizes in sets}
         several = [sizes for sizes in sets if len(sizes) > 1]
         alone = [sizes for sizes in sets if len(sizes) == 1]
         if several and alone:
             best, only = (min(group, key=seconds.__getitem__) for group in (several, alone))
             # What one layout alone takes beside several, in batches that may come.
             ratios = [
-                self._seconds(only, machine, part) / self._seconds(best, machine, part)
+                self._seconds(only, gpu, part) / self._seconds(best, gpu, part)
                 for part in load.smaller()
             ]
             share = sum(ratios, seconds[only] / seconds[best]) / (1 + len(ratios))
@@ -346,8 +333,10 @@ class _Search:
         """Tokens whose KV all replicas of the base layout hold."""
         return self.memory(sizes).kv_tokens[sizes[0]] * (self.ranks // sizes[0])
 
-    def _seconds(self, sizes: Sequence[int], machine: Machine, load: Load) -> float:
-        layouts, room = self.resolve(sizes), self.memory(sizes).kv_tokens
+    def _seconds(self, sizes: Sequence[int], gpu: Gpu, load: Load) -> float:
+        assert self.model is not None
+        machine = Machine(self.model, gpu, self.experts(sizes))
+        layouts, room = self.layouts(sizes), self.memory(sizes).kv_tokens
         most = {layout.tp: self.engine.limits(layout).max_num_seqs for layout in layouts}
         lengths = draft_lengths(self.engine.num_speculative_tokens, None)
         # Not every switch that seems to pay does.

@@ -139,16 +139,15 @@ def estimate(model: ModelSize, engine: EngineShape, device: Device) -> RankMemor
     layout's.
     """
     layouts = engine.layouts
-    in_place = engine.weights == "inplace"
+    in_place, spread = engine.weights == "inplace", engine.experts == "ep"
     held = layouts[:1] if in_place else layouts
-    weights = sum(model.weight_bytes(layout.tp, layout.experts == "ep") for layout in held)
+    weights = sum(model.weight_bytes(layout.tp, spread) for layout in held)
     weights += model.rotary_bytes
-    tables = model.swap_table_bytes(layouts) if in_place else 0
-    # Layouts of both kinds of experts share the group of a tp.
-    narrow = {layout.tp for layout in layouts if layout.tp > 1 and layout.replicas > 1}
-    groups = sum(communicator_bytes(tp, device) for tp in narrow)
+    tables = model.swap_table_bytes(layouts, spread) if in_place else 0
+    narrow = [layout for layout in layouts if layout.tp > 1 and layout.replicas > 1]
+    groups = sum(communicator_bytes(layout.tp, device) for layout in narrow)
     # Unlike those, vLLM makes FlashInfer's buffers with the first graph.
-    groups += sum(flashinfer_bytes(tp, device) for tp in {layout.tp for layout in layouts})
+    groups += sum(flashinfer_bytes(layout.tp, device) for layout in layouts)
     if len(layouts) > 1 and engine.attention != "CPU_ATTN":
         groups += exchange_bytes(layouts[0].world_size)
     limits = [engine.limits(layout) for layout in layouts]
@@ -216,7 +215,7 @@ def _kv_share(model: ModelSize, tokens: int, block_size: int) -> float:
 
 def static_engine(engine: EngineShape, layout: Layout) -> EngineShape:
     """One of the static engines of a layout, with the limits that PAT's replicas have in it."""
-    return replace(engine, layouts=(Layout(layout.tp, 1, layout.experts),))
+    return replace(engine, layouts=(Layout(layout.tp, 1),))
 
 
 def communicator_bytes(tp: int, device: Device) -> int:

@@ -103,8 +103,8 @@ def _choose_attention_backend(attention: AttentionConfig) -> None:
 
 
 def _choose_experts(vllm_config: VllmConfig, options: PATConfig) -> PATConfig:
-    """Keep one kind of a mixture's layouts where each has a copy of the weights, and take kernels
-    that run experts as they lie.
+    """Of a mixture, cut the experts where kernels are for cut ones only, and take kernels that run
+    experts as they lie.
 
     Returns:
         The options with that choice.
@@ -116,12 +116,12 @@ def _choose_experts(vllm_config: VllmConfig, options: PATConfig) -> PATConfig:
 
     if mixture_of(vllm_config) is None:
         return options
-    if resolve_weights(vllm_config, options) == "materialized":
+    if current_platform.is_cpu() and resolve_weights(vllm_config, options) == "materialized":
         if options.experts == "auto":
             options = _set_options(vllm_config, {"experts": "tp"})
-        elif options.experts != "tp" and current_platform.is_cpu():
+        elif options.experts == "ep":
             raise ValueError(
-                f"pat.experts is {options.experts!r}, but vLLM's CPU kernels, which "
+                "pat.experts is 'ep', but vLLM's CPU kernels, which "
                 "pat.weights='materialized' packs experts for, run only cut ones; set "
                 "pat.weights='inplace' or pat.experts='tp'"
             )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from pat_vllm.config import PATConfig
-from pat_vllm.layout import Layout
+from pat_vllm.layout import Experts, Layout
 from pat_vllm.models.layer_sizes import fields_of
 from pat_vllm.models.moe_config import MoEConfig
 from pat_vllm.predictor.draft_schedule import draft_lengths
@@ -49,6 +49,7 @@ class Setup:
         draft_lengths: the draft lengths that are kept ready, ascending; empty: no speculation.
         history_bytes: memory for earlier responses, in which drafters look; 0: they do not.
         weights: the option, without "auto".
+        experts: how the experts of a mixture lie in layouts with tp > 1; None: there are none.
         chosen: what the front end has found; empty where it has chosen nothing.
     """
 
@@ -59,6 +60,7 @@ class Setup:
     draft_lengths: tuple[int, ...]
     history_bytes: int
     weights: Literal["inplace", "materialized"]
+    experts: Experts | None
     chosen: Chosen
 
     @classmethod
@@ -70,7 +72,7 @@ class Setup:
         """
         options = options_of(vllm_config)
         ranks = vllm_config.parallel_config.tensor_parallel_size
-        layouts = options.resolve_layouts(ranks, mixture_of(vllm_config))
+        layouts = options.resolve_layouts(ranks)
         chosen: Chosen = _additional(vllm_config).get(CHOSEN, {})
         scheduler, speculative = vllm_config.scheduler_config, vllm_config.speculative_config
         given = Limits(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
@@ -94,6 +96,7 @@ class Setup:
             lengths,
             history_bytes,
             resolve_weights(vllm_config, options),
+            options.resolve_experts(mixture_of(vllm_config), layouts),
             chosen,
         )
 

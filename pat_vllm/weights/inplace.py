@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from pat_vllm.kernels.swap import ByteSwaps, RowSwap, prepare
-from pat_vllm.layout import Layout
+from pat_vllm.layout import Experts, Layout
 from pat_vllm.patches.weights import keep_plain_weights
 from pat_vllm.weights.loaders import WeightStrategy
 from pat_vllm.weights.model_weights import Weight, derive, matching_weights, model_weights
@@ -39,10 +39,11 @@ class InPlaceShards(WeightStrategy):
         layouts: the base layout first, whose shards must contain those of the others (see
             `Layout`).
         rank: the global rank whose weights these are.
+        experts: how the experts of a mixture lie.
     """
 
-    def __init__(self, layouts: Sequence[Layout], rank: int) -> None:
-        self._places = {layout: layout.place_of(rank) for layout in layouts}
+    def __init__(self, layouts: Sequence[Layout], rank: int, experts: Experts = "tp") -> None:
+        self._places = {layout: layout.place_of(rank, experts) for layout in layouts}
         self._base_layout = layouts[0]
         self._base: dict[str, Weight] = {}
         self._views: list[tuple[Weight, torch.Tensor]] = []

@@ -42,7 +42,7 @@ def layout_config(
     config.parallel_config.tensor_parallel_size = layout.tp
     config.parallel_config.world_size = layout.tp
     config.parallel_config.rank = layout.tp_rank_of(rank)
-    config.parallel_config.enable_expert_parallel = layout.experts == "ep"
+    config.parallel_config.enable_expert_parallel = setup.experts == "ep" and layout.tp > 1
     # Tells replicas apart where vLLM names ranks: compile caches, senders of weights.
     config.parallel_config.data_parallel_index = layout.replica_of(rank)
     config.additional_config = _of_code(vllm_config, setup, layout)

@@ -17,6 +17,7 @@ from pat_vllm.weights.materialized import MaterializedShards
 
 if TYPE_CHECKING:
     from pat_vllm.layout import Layout
+    from pat_vllm.start.setup import Setup
     from pat_vllm.worker.runtime import LayoutRuntime
 
 
@@ -25,22 +26,22 @@ class LayoutWeights:
 
     def __init__(
         self,
-        weights: Literal["inplace", "materialized"],
+        setup: Setup,
         runtimes: Mapping[Layout, LayoutRuntime],
         rank: int,
     ) -> None:
         """Have each layout's model loaded in PAT's way.
 
         Args:
-            weights: the option, resolved.
+            setup: the engine's.
             runtimes: the base layout first. Their model runners are not made yet.
             rank: the global rank of this worker.
         """
         self._runtimes = tuple(runtimes.values())
         self._base = self._runtimes[0]
         self._strategy: WeightStrategy = MaterializedShards()
-        if weights == "inplace":
-            self._strategy = InPlaceShards(tuple(runtimes), rank)
+        if setup.weights == "inplace":
+            self._strategy = InPlaceShards(tuple(runtimes), rank, setup.experts or "tp")
         self._packed = False
         for runtime in self._runtimes:
             how = BASE_FORMAT if runtime is self._base else DERIVED_FORMAT

@@ -101,7 +101,7 @@ class PATWorkerMixin(WeightUpdatesMixin, _Base):
             self._all_ranks = parallel_state.get_tp_group()
             groups = {
                 layout.tp: make_tp_group(layout, self.local_rank, current_platform.dist_backend)
-                for layout in {layout.tp: layout for layout in layouts}.values()
+                for layout in layouts
             }
         self._seed = engine_config.model_config.seed
         self._buffer = SharedKVBuffer()
@@ -115,7 +115,7 @@ class PATWorkerMixin(WeightUpdatesMixin, _Base):
             for layout in layouts
         }
         self._base = self._runtimes[layouts[0]]
-        self._weights = LayoutWeights(self._setup.weights, self._runtimes, self.rank)
+        self._weights = LayoutWeights(self._setup, self._runtimes, self.rank)
         for runtime in (by_size := largest_first(self._runtimes.values())):
             install_tp_group(runtime.group)
             with set_current_vllm_config(runtime.config), buffers_of(by_size[0].runner):

@@ -1,8 +1,8 @@
 """Engines that tests share.
 
-Each axis (model runner, weights in place or copied, drafts, a mixture of experts, few KV heads, two
-or four ranks, local processes or Ray) meets each other one on at least one of these engines or of
-those that tests start for themselves; whole products are in `tests/nightly`.
+Each axis (model runner, weights in place or copied, drafts, experts cut or spread, few KV heads,
+two or four ranks, local processes or Ray) meets each other one on at least one of these engines or
+of those that tests start for themselves; whole products are in `tests/nightly`.
 """
 
 from __future__ import annotations
@@ -40,8 +40,11 @@ PROCESSORS = {
 }
 
 DENSE = EngineSpec("dense", "qwen3", 2, MIGRATE, FEATURES | PROCESSORS)
-BOTH_KINDS = {"experts": "both"}
-MIXTURE = EngineSpec("mixture", "qwen3_moe", 2, IN_PLACE | BOTH_KINDS, UPDATES | WHOLE_PROMPTS)
+CUT, SPREAD = ({"experts": kind} for kind in ("tp", "ep"))
+MIXTURE, SPREAD_MIXTURE = (
+    EngineSpec(f"mixture{name}", "qwen3_moe", 2, IN_PLACE | experts, UPDATES | WHOLE_PROMPTS)
+    for name, experts in (("", CUT), (", spread", SPREAD))
+)
 FOUR_RANKS = EngineSpec("four ranks", "qwen3", 4, IN_PLACE, UPDATES | WHOLE_PROMPTS)
 FEW_KV_HEADS = EngineSpec(
     "few KV heads", "llama_few_kv", 4, IN_PLACE | {"base_tp": 2}, WHOLE_PROMPTS
@@ -72,7 +75,7 @@ WINDOWS = EngineSpec(
 LATENT = EngineSpec("latent", "deepseek_v3", 2, IN_PLACE, UPDATES | WHOLE_PROMPTS)
 # Linear attention, with a slot for each request; plain torch computes it in float32.
 WITHOUT_CACHE: dict[str, Any] = WHOLE_PROMPTS | {"enable_prefix_caching": False}
-LINEAR = EngineSpec("linear", "qwen3_next", 2, IN_PLACE | BOTH_KINDS, UPDATES | WITHOUT_CACHE)
+LINEAR = EngineSpec("linear", "qwen3_next", 2, IN_PLACE | SPREAD, UPDATES | WITHOUT_CACHE)
 # Text alone of a class for images.
 LINEAR_TEXT = EngineSpec("linear text", "qwen3_5_moe_vl", 2, IN_PLACE, WITHOUT_CACHE)
 # The same with prefix caching: a state for each block of 64 tokens. Prompts come in chunks then.
@@ -112,7 +115,7 @@ POLICY = EngineSpec(
     "policy",
     "qwen3_moe",
     2,
-    {"policy": {"kind": "predictor"}, "weights": "inplace"} | BOTH_KINDS,
+    {"policy": {"kind": "predictor"}, "weights": "inplace"} | SPREAD,
     {"disable_log_stats": False},
 )
 
@@ -191,7 +194,7 @@ V2_DRAFTS = EngineSpec(
     "V2 drafts of a mixture",
     "repeating_moe",
     2,
-    IN_PLACE | BOTH_KINDS,
+    IN_PLACE | CUT,
     V2_OPTIONS | {"max_num_seqs": 12, "speculative_config": V2_NGRAM},
     model_runner_v2=True,
 )

@@ -83,7 +83,7 @@ def greedy(seed: int, requests: int, prompts: tuple[int, int], tokens: int) -> d
 def test_a_group_is_a_stock_engine(llm: Any, spec: EngineSpec) -> None:
     """With plain weights on both sides."""
     stock = stock_answers(spec.model, batch(), ranks=2, **PLAIN, **WITHOUT_CACHE)
-    assert_same(run(llm, batch(), at_steps(llm, {0: "tp2dp1"})), stock)
+    assert_same(run(llm, batch(), at_steps(llm, {0: 2})), stock)
 
 
 def test_preempted_requests_begin_anew(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,13 +121,13 @@ def test_preempted_requests_begin_anew(llm: Any, monkeypatch: pytest.MonkeyPatch
 def test_prompts_in_chunks_across_blocks(llm: Any) -> None:
     """Every ordered pair, at steps of prompts and of decoding; states of whole blocks move."""
     jobs = greedy(2, 6, (40, 260), 90)
-    names = [str(layout) for layout in pat_vllm.report(llm).layouts]
+    sizes = [layout.tp for layout in pat_vllm.report(llm).layouts]
     assert llm.llm_engine.vllm_config.cache_config.block_size == 64
     static = {}
-    for name in names:
-        static[name] = run(llm, jobs, at_steps(llm, {0: name}))
+    for tp in sizes:
+        static[tp] = run(llm, jobs, at_steps(llm, {0: tp}))
         go_home(llm)
-    for (source, target), at in itertools.product(itertools.permutations(names, 2), (1, 2, 20, 60)):
+    for (source, target), at in itertools.product(itertools.permutations(sizes, 2), (1, 2, 20, 60)):
         count = len(pat_vllm.report(llm).switches)
         outcomes = run(llm, jobs, at_steps(llm, {0: source, at: target}))
         (switch,) = [s for s in switches_since(llm, count) if s.num_seqs]
@@ -145,7 +145,7 @@ def test_the_next_turn_finds_its_state_after_a_switch(
     # Long, since a replica may make many steps beside a slow one.
     anchor = Job([5, 6, 7], {"max_tokens": 400, "temperature": 0.0, "ignore_eos": True})
 
-    def both_turns(source: str, target: str) -> dict[str, Outcome]:
+    def both_turns(source: int, target: int) -> dict[str, Outcome]:
         first = greedy(3, 4, (70, 150), 30)
 
         def again(name: str, job: Job) -> Job:
@@ -162,9 +162,9 @@ def test_the_next_turn_finds_its_state_after_a_switch(
         go_home(llm)
         return outcomes
 
-    firsts: dict[str, dict[str, Outcome]] = {}
-    names = [str(layout) for layout in pat_vllm.report(llm).layouts]
-    for source, target in itertools.permutations(names, 2):
+    firsts: dict[int, dict[str, Outcome]] = {}
+    sizes = [layout.tp for layout in pat_vllm.report(llm).layouts]
+    for source, target in itertools.permutations(sizes, 2):
         expected, outcomes = both_turns(source, source), both_turns(source, target)
         assert_same(outcomes, expected)
         cached, without = (
@@ -180,7 +180,7 @@ def test_the_pools_hold_what_is_estimated(llm: Any) -> None:
     estimated = estimate(model, engine, Device(0)).kv_tokens
     context = engine.max_model_len
     for layout in engine.layouts:
-        assert pat_vllm.switch(llm, tp=str(layout))
+        assert pat_vllm.switch(llm, tp=layout.tp)
         for replica in scheduler_of(llm).replica_set.replicas:
             pool = replica.scheduler.kv_cache_manager.block_pool
             blocks = num_blocks(replica.kinds, context, room=engine.block_size)
@@ -241,13 +241,13 @@ def joined(shards: tuple[tuple[torch.Tensor, torch.Tensor], ...]) -> tuple[torch
 
 
 def test_states_are_the_sources_byte_for_byte(llm: Any) -> None:
-    names = [str(layout) for layout in pat_vllm.report(llm).layouts]
+    sizes = [layout.tp for layout in pat_vllm.report(llm).layouts]
     jobs = greedy(4, 6, (3, 200), 40)
     seen: list[dict[str, list[torch.Tensor]]] = []
-    for source, target in itertools.permutations(names, 2):
+    for source, target in itertools.permutations(sizes, 2):
         seen.clear()
 
-        def before_step(step: int, source: str = source, target: str = target) -> None:
+        def before_step(step: int, source: int = source, target: int = target) -> None:
             at_steps(llm, {0: source})(step)
             if step == 12:
                 seen.append(whole_states(llm))
@@ -278,8 +278,8 @@ def test_log_probabilities_are_as_far_apart_as_stock_vllms(llm: Any) -> None:
         for a, b in zip(ones[name].logprobs[:count], twos[name].logprobs[:count], strict=True)
     )
     assert 0 < spread < 1 and sum(agreed.values()) > 200, (spread, agreed)
-    names = [str(layout) for layout in pat_vllm.report(llm).layouts]
-    for source, target in itertools.permutations(names, 2):
+    sizes = [layout.tp for layout in pat_vllm.report(llm).layouts]
+    for source, target in itertools.permutations(sizes, 2):
         outcomes = run(llm, jobs, at_steps(llm, {0: source, 9: target}))
         apart, after = 0.0, 0
         for name, outcome in outcomes.items():

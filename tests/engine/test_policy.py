@@ -25,8 +25,7 @@ from tests.support.same import assert_teacher_forced
 
 pytestmark = pytest.mark.engine(POLICY)
 
-REPLICAS, CUT, SPREAD = Layout(1, 2), Layout(2, 1), Layout(2, 1, "ep")
-"""The layouts: whole experts in replicas; in a group, experts cut, and spread."""
+REPLICAS, GROUP = Layout(1, 2), Layout(2, 1)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -78,8 +77,8 @@ def settle(step: int) -> None:
         time.sleep(2 * SETTLE_SECONDS)
 
 
-def biased(profile: Profile, few: Layout, batch: int = 6) -> Profile:
-    """Says that `few` is by far the fastest layout below `batch` requests, else `REPLICAS`.
+def biased(profile: Profile, batch: int = 6) -> Profile:
+    """Says that `GROUP` is by far the fastest layout below `batch` requests, else `REPLICAS`.
 
     Steps take a hundred times as long as they were measured, so that no switch is too dear.
     """
@@ -87,7 +86,7 @@ def biased(profile: Profile, few: Layout, batch: int = 6) -> Profile:
     def factor(layout: Layout, requests: int) -> float:
         if layout == REPLICAS or not requests:
             return 100.0
-        return 2.0 if layout == few and requests < batch else 5000.0
+        return 2.0 if requests < batch else 5000.0
 
     steps = tuple(
         sample.model_copy(
@@ -117,7 +116,7 @@ class Believing(AdaptivePolicy):
 
 
 def test_it_profiles_plans_and_reports(deciding: Any, profile: Profile) -> None:
-    layouts = (REPLICAS, CUT, SPREAD)
+    layouts = (REPLICAS, GROUP)
     assert profile.kind == "measured" and profile.experts == (8, 2)
     assert profile.layouts == tuple(pat_vllm.report(deciding).layouts) == layouts
     assert {sample.layout for sample in profile.steps} == {*layouts}
@@ -142,13 +141,12 @@ def test_it_profiles_plans_and_reports(deciding: Any, profile: Profile) -> None:
     assert [*whole.steps[REPLICAS].seconds_by_draft_length] == [0], "it has no drafts"
 
 
-@pytest.mark.parametrize("fast", [CUT, SPREAD], ids=str)
 def test_its_switches_are_those_of_its_decisions_and_keep_the_outputs(
-    deciding: Any, profile: Profile, fast: Layout, monkeypatch: pytest.MonkeyPatch
+    deciding: Any, profile: Profile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a profile by which one group is slow for many requests and fast for few."""
     llm, scheduler = deciding, scheduler_of(deciding)
-    policy = Believing(biased(profile, fast))
+    policy = Believing(biased(profile))
     monkeypatch.setattr(scheduler.monitor, "policy", policy)
     # Or it would go by rates measured at start, and may find recomputing these contexts cheaper.
     monkeypatch.setattr(scheduler.controller.costs, "mode", "migrate")
@@ -166,10 +164,10 @@ def test_its_switches_are_those_of_its_decisions_and_keep_the_outputs(
     ]
     assert all(decision.real_cost is not None for decision in fired)
     # The few are for the group.
-    assert fired and switches[-1].target == fast
+    assert fired and switches[-1].target == GROUP
     assert switches[-1].migrated > 0 and switches[-1].tokens > 0
 
-    monkeypatch.setattr(scheduler.monitor, "policy", Believing(biased(profile, fast)))
+    monkeypatch.setattr(scheduler.monitor, "policy", Believing(biased(profile)))
     pat_vllm.switch(llm, tp=1)
     static = run(llm, jobs)
     for name, outcome in outcomes.items():

@@ -196,11 +196,9 @@ def ray_case(model: str, ranks: int, elsewhere: bool) -> Iterator[Case]:
             assert set(shares) == {1}
             # Ray may have started their processes before the engine was made.
             workers = [psutil.Process(pid) for pid in llm.collective_rpc(process_id)]
-            names = [str(layout) for layout in pat_vllm.report(llm).layouts]
-            static = {
-                name: run(llm, batch(), before_step=at_steps(llm, {0: name})) for name in names
-            }
-            yield Case(llm, names, static)
+            sizes = [layout.tp for layout in pat_vllm.report(llm).layouts]
+            static = {tp: run(llm, batch(), before_step=at_steps(llm, {0: tp})) for tp in sizes}
+            yield Case(llm, sizes, static)
         _, alive = psutil.wait_procs(workers, timeout=GONE_WITHIN)
         assert not alive
     assert until(all_gpus_are_free)

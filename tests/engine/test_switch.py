@@ -17,8 +17,15 @@ import pytest
 
 import pat_vllm
 from pat_vllm.layout import Layout
-from pat_vllm.scheduler import in_place
-from tests.engine.specs import COPIES, FEW_KV_HEADS, FOUR_RANKS, LATENT, MIXTURE, WINDOWS
+from tests.engine.specs import (
+    COPIES,
+    FEW_KV_HEADS,
+    FOUR_RANKS,
+    LATENT,
+    MIXTURE,
+    SPREAD_MIXTURE,
+    WINDOWS,
+)
 from tests.support.cached_kv import assert_caches_hold_their_text
 from tests.support.engines import Job, Outcome, add_job, run, scheduler_of
 from tests.support.null_blocks import spoil_null_blocks
@@ -26,18 +33,19 @@ from tests.support.pool import EnginePool, EngineSpec, go_home
 from tests.support.same import PLAIN_TOLERANCE, TOLERANCE, assert_teacher_forced
 from tests.support.stock import stock_answers
 
-pytestmark = pytest.mark.engine(MIXTURE, FOUR_RANKS, FEW_KV_HEADS, COPIES, WINDOWS, LATENT)
+pytestmark = pytest.mark.engine(
+    MIXTURE, SPREAD_MIXTURE, FOUR_RANKS, FEW_KV_HEADS, COPIES, WINDOWS, LATENT
+)
 
 ENGINES = {
     "test_recomputing_gives_the_same": [MIXTURE, WINDOWS, LATENT],
-    "test_blocks_are_short_between_kinds_of_one_tp": [MIXTURE],
     "test_teacher_forced_log_probabilities_after_a_switch": [FEW_KV_HEADS, WINDOWS, LATENT],
     "test_null_blocks_are_clear_after_a_switch": [FOUR_RANKS, WINDOWS, LATENT],
     "test_half_prefilled_and_waiting_requests_are_carried": [MIXTURE, WINDOWS, LATENT],
     "test_what_moves_is_what_requests_hold": [COPIES, WINDOWS, LATENT],
     "test_a_layout_asked_for_after_a_batch_holds_for_the_next": [COPIES],
     "test_an_idle_engine_returns_to_its_base_layout": [COPIES],
-    "test_the_layouts_take_the_memory_of_one": [MIXTURE, FOUR_RANKS, LATENT],
+    "test_the_layouts_take_the_memory_of_one": [MIXTURE, SPREAD_MIXTURE, FOUR_RANKS, LATENT],
     "test_one_group_is_a_stock_engine": [COPIES, LATENT],
     "test_requests_stay_while_the_engine_sleeps": [LATENT],
 }
@@ -57,23 +65,23 @@ switch the log-probabilities of a request differ by up to 2.8e-4 between two bat
 
 
 class Case(NamedTuple):
-    """An engine, the names of its layouts, and what each of them gives for `batch()`."""
+    """An engine, the tp of its layouts, and what each of them gives for `batch()`."""
 
     llm: Any
-    names: list[str]
-    static: dict[str, dict[str, Outcome]]
+    sizes: list[int]
+    static: dict[int, dict[str, Outcome]]
 
 
 @pytest.fixture
 def case(llm: Any, engines: EnginePool) -> Case:
-    names = [str(layout) for layout in pat_vllm.report(llm).layouts]
+    sizes = [layout.tp for layout in pat_vllm.report(llm).layouts]
 
-    def run_static() -> dict[str, dict[str, Outcome]]:
-        static = {name: run(llm, batch(), before_step=at_steps(llm, {0: name})) for name in names}
+    def run_static() -> dict[int, dict[str, Outcome]]:
+        static = {tp: run(llm, batch(), before_step=at_steps(llm, {0: tp})) for tp in sizes}
         go_home(llm)
         return static
 
-    return Case(llm, names, engines.keep("static", run_static))
+    return Case(llm, sizes, engines.keep("static", run_static))
 
 
 def batch(seed: int = 0, requests: int = 6, longest: int = 70) -> dict[str, Job]:
@@ -88,7 +96,7 @@ def batch(seed: int = 0, requests: int = 6, longest: int = 70) -> dict[str, Job]
     return jobs
 
 
-def at_steps(llm: Any, switches: Mapping[int, str | int]) -> Callable[[int], None]:
+def at_steps(llm: Any, switches: Mapping[int, int]) -> Callable[[int], None]:
     """For `run`: switches by the engine step before which they are made."""
 
     def before_step(step: int) -> None:
@@ -127,41 +135,41 @@ def switches_since(llm: Any, count: int) -> list[Any]:
 
 
 def switch_once(
-    llm: Any, source: str, target: str, at: int, jobs: Mapping[str, Job] | None = None
+    llm: Any, source: int, target: int, at: int, jobs: Mapping[str, Job] | None = None
 ) -> tuple[dict[str, Outcome], Any]:
     """Run `batch()` with one switch; its outcomes, and the report of the switch."""
     count = len(pat_vllm.report(llm).switches)
     outcomes = run(llm, jobs or batch(), before_step=at_steps(llm, {0: source, at: target}))
     (switch,) = [switch for switch in switches_since(llm, count) if switch.num_seqs]
-    assert (str(switch.source), str(switch.target)) == (source, target)
+    assert (switch.source.tp, switch.target.tp) == (source, target)
     return outcomes, switch
 
 
 def test_single_layouts_agree_and_differ_by_request(case: Case) -> None:
-    llm, names, static = case
-    for name in names[1:]:
-        assert_same(llm, static[name], static[names[0]])
-    assert len({tuple(o.token_ids) for o in static[names[0]].values()}) == len(batch())
+    llm, sizes, static = case
+    for tp in sizes[1:]:
+        assert_same(llm, static[tp], static[sizes[0]])
+    assert len({tuple(o.token_ids) for o in static[sizes[0]].values()}) == len(batch())
 
 
 def test_every_ordered_pair_of_layouts(case: Case) -> None:
     """One switch in mid-generation, at a point that differs for each pair."""
-    llm, names, static = case
+    llm, sizes, static = case
     rng = random.Random(1)
-    for source, target in itertools.permutations(names, 2):
+    for source, target in itertools.permutations(sizes, 2):
         outcomes, switch = switch_once(llm, source, target, at=rng.randint(2, 20))
         assert_same(llm, outcomes, static[source], static[target])
         assert switch.migrated == switch.num_seqs == len(batch())
-        assert (switch.kv_bytes > 0) == (switch.source.tp != switch.target.tp)
+        assert switch.kv_bytes > 0
 
 
 def test_null_blocks_are_clear_after_a_switch(case: Case) -> None:
     """The layout before had requests' blocks there. And no step reads them: NaN changes nothing."""
-    llm, names, static = case
+    llm, sizes, static = case
     clear: list[bool] = []
-    for source, target in itertools.permutations(names[::-1], 2):
+    for source, target in itertools.permutations(sizes[::-1], 2):
 
-        def before_step(step: int, source: str = source, target: str = target) -> None:
+        def before_step(step: int, source: int = source, target: int = target) -> None:
             at_steps(llm, {0: source, 9: target})(step)
             if step in (0, 9):
                 clear.append(spoil_null_blocks(llm))
@@ -190,24 +198,23 @@ def test_what_moves_is_what_requests_hold(case: Case, monkeypatch: pytest.Monkey
 
     Prompts are longer and shorter than the windows of a model that has some.
     """
-    llm, names, static = case
+    llm, sizes, static = case
     monkeypatch.setattr(scheduler_of(llm).controller.costs, "least_chance", lambda *pair: 2.0)
     prompts = [len(job.prompt) for job in batch().values()]
     assert min(prompts) < 40 < 100 < max(prompts)
     held: list[int] = []
-    for source, target in itertools.permutations(names, 2):
+    for source, target in itertools.permutations(sizes, 2):
 
-        def before_step(step: int, source: str = source, target: str = target) -> None:
+        def before_step(step: int, source: int = source, target: int = target) -> None:
             if step == 7:
-                held.append(held_bytes(llm, Layout.parse(target)))
+                held.append(held_bytes(llm, Layout.of(target, sizes[-1])))
             at_steps(llm, {0: source, 7: target})(step)
 
         count = len(pat_vllm.report(llm).switches)
         outcomes = run(llm, batch(), before_step=before_step)
         assert_same(llm, outcomes, static[source], static[target])
         (switch,) = [s for s in switches_since(llm, count) if s.num_seqs]
-        moves = switch.source.tp != switch.target.tp
-        assert (switch.kv_bytes, switch.recomputed) == (moves * held[-1], 0)
+        assert (switch.kv_bytes, switch.recomputed) == (held[-1], 0)
 
 
 def turns(first: Mapping[str, Outcome] | None = None) -> dict[str, Job]:
@@ -227,7 +234,7 @@ def turns(first: Mapping[str, Outcome] | None = None) -> dict[str, Job]:
 
 
 def between_turns(
-    llm: Any, source: str, target: str, again: dict[str, Job]
+    llm: Any, source: int, target: int, again: dict[str, Job]
 ) -> Callable[[int], None]:
     """For `run`: starts in `source`; when one request is left, switches and adds the rest."""
 
@@ -249,22 +256,22 @@ def test_the_next_turn_finds_its_kv_after_a_switch(
 
     What the second turn gives is what it gives where it is computed from the start in one layout.
     """
-    llm, names, _ = case
+    llm, sizes, _ = case
     costs = scheduler_of(llm).controller.costs
     monkeypatch.setattr(costs, "least_chance", lambda *pair: 0.0)
 
-    def static_turns(name: str) -> dict[str, Outcome]:
+    def static_turns(tp: int) -> dict[str, Outcome]:
         both: dict[str, Outcome] = {}
         for _ in range(2):
             assert llm.reset_prefix_cache()
-            both |= run(llm, turns(both or None), before_step=at_steps(llm, {0: name}))
+            both |= run(llm, turns(both or None), before_step=at_steps(llm, {0: tp}))
             go_home(llm)
         return both
 
-    static = engines.keep("turns", lambda: {name: static_turns(name) for name in names})
+    static = engines.keep("turns", lambda: {tp: static_turns(tp) for tp in sizes})
     # Long, since a replica may make many steps beside a slow one.
     anchor = Job([5, 6, 7], {"max_tokens": 400, "temperature": 0.0, "ignore_eos": True})
-    for source, target in itertools.permutations(names, 2):
+    for source, target in itertools.permutations(sizes, 2):
         go_home(llm)
         count = len(pat_vllm.report(llm).switches)
         again = turns(static[source])
@@ -279,8 +286,7 @@ def test_the_next_turn_finds_its_kv_after_a_switch(
             known = len(turns()[f"t{i}"].prompt) + 11
             whole = known - known % llm.llm_engine.vllm_config.cache_config.block_size
             assert (cached[f"t{i}"], cached[f"again t{i}"]) == (0, whole)
-        moves = switch.source.tp != switch.target.tp
-        assert switch.cached_tokens == moves * sum(tokens or 0 for tokens in cached.values())
+        assert switch.cached_tokens == sum(tokens or 0 for tokens in cached.values())
 
 
 @pytest.mark.parametrize("ways", [("recompute",), ("recompute", "migrate")])
@@ -288,37 +294,22 @@ def test_recomputing_gives_the_same(
     case: Case, ways: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every ordered pair again, with each request's KV left behind, or left behind for some."""
-    llm, names, static = case
+    llm, sizes, static = case
     rng = random.Random(5)
     costs = scheduler_of(llm).controller.costs
     monkeypatch.setattr(costs, "choose", lambda *request: rng.choice(ways))
-    for source, target in itertools.permutations(names, 2):
-        if Layout.parse(source).tp == Layout.parse(target).tp:
-            continue  # nothing is gained by it
+    for source, target in itertools.permutations(sizes, 2):
         outcomes, switch = switch_once(llm, source, target, at=9)
         assert_same(llm, outcomes, static[source], static[target])
         assert switch.recomputed > 0
         assert switch.recomputed + switch.migrated == len(batch())
 
 
-def test_blocks_are_short_between_kinds_of_one_tp(
-    case: Case, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What runs cannot keep its places, and its KV is copied to others."""
-    llm, names, static = case
-    monkeypatch.setattr(in_place, "_blocks_of_a_step", lambda scheduler: [1 << 30])
-    for source, target in itertools.permutations(names, 2):
-        if Layout.parse(source).tp == Layout.parse(target).tp:
-            outcomes, switch = switch_once(llm, source, target, at=9)
-            assert_same(llm, outcomes, static[source], static[target])
-            assert switch.kv_bytes > 0 and switch.migrated == len(batch())
-
-
 def test_teacher_forced_log_probabilities_after_a_switch(case: Case) -> None:
     """What was sampled after a switch is what the static target layout would have said."""
-    llm, names, _ = case
+    llm, sizes, _ = case
     jobs = batch(2)
-    for source, target in itertools.permutations(names, 2):
+    for source, target in itertools.permutations(sizes, 2):
         outcomes = run(llm, jobs, before_step=at_steps(llm, {0: source, 6: target}))
         pat_vllm.switch(llm, tp=target)
         assert_teacher_forced(llm, jobs, outcomes, tolerance(llm))
@@ -326,16 +317,16 @@ def test_teacher_forced_log_probabilities_after_a_switch(case: Case) -> None:
 
 def test_half_prefilled_and_waiting_requests_are_carried(case: Case) -> None:
     """A switch while one prompt is half computed and others wait for a slot."""
-    llm, names, _ = case
+    llm, sizes, _ = case
     # Of greedy runs with no near tie, which another machine's rounding would decide otherwise.
     rng = random.Random(24)
     sampling = {"max_tokens": 8, "temperature": 0.0, "logprobs": 0, "ignore_eos": True}
     jobs = {f"p{i}": Job([rng.randrange(3, 400) for _ in range(300)], sampling) for i in range(40)}
-    expected = run(llm, jobs, before_step=at_steps(llm, {0: names[0]}))
-    for target in names[1:]:
+    expected = run(llm, jobs, before_step=at_steps(llm, {0: sizes[0]}))
+    for target in sizes[1:]:
         count = len(pat_vllm.report(llm).switches)
         llm.reset_prefix_cache()
-        switches = {0: names[0], 2: target, 4: names[0], 7: target}
+        switches = {0: sizes[0], 2: target, 4: sizes[0], 7: target}
         assert_same(llm, run(llm, jobs, before_step=at_steps(llm, switches)), expected)
         carried = [s for s in switches_since(llm, count) if s.num_seqs == len(jobs)]
         assert any(0 < s.migrated < s.num_seqs for s in carried), carried
@@ -343,24 +334,24 @@ def test_half_prefilled_and_waiting_requests_are_carried(case: Case) -> None:
 
 def test_requests_stay_while_the_engine_sleeps(case: Case) -> None:
     """Some decode, and the prompt of one is not computed yet; a switch in between."""
-    llm, names, static = case
+    llm, sizes, static = case
     jobs = batch()
     jobs["r5"] = Job(jobs["r5"].prompt, jobs["r5"].sampling, arrives=15)
 
     def before_step(step: int) -> None:
-        at_steps(llm, {0: names[0]})(step)
+        at_steps(llm, {0: sizes[0]})(step)
         if step == 15:
             llm.sleep(level=0, mode="keep")
-            assert pat_vllm.switch(llm, tp=names[-1])
+            assert pat_vllm.switch(llm, tp=sizes[-1])
             assert llm.llm_engine.is_sleeping()
             llm.wake_up(tags=["scheduling"])
 
-    assert_same(llm, run(llm, jobs, before_step), static[names[0]], static[names[-1]])
+    assert_same(llm, run(llm, jobs, before_step), static[sizes[0]], static[sizes[-1]])
 
 
 def test_random_switch_storm(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """30 and more switches in one generation, while requests arrive and are aborted."""
-    llm, names, static = case
+    llm, sizes, static = case
     rng = random.Random(4)
     costs = scheduler_of(llm).controller.costs
     ways = ("migrate", "migrate", "recompute")
@@ -378,7 +369,7 @@ def test_random_switch_storm(case: Case, monkeypatch: pytest.MonkeyPatch) -> Non
     def before_step(step: int) -> None:
         nonlocal switches
         if step % 2 == 1:
-            assert pat_vllm.switch(llm, tp=rng.choice(names))
+            assert pat_vllm.switch(llm, tp=rng.choice(sizes))
             switches += 1
         for name, job in doomed.items():
             if step == job.arrives + 8:
@@ -398,7 +389,7 @@ def test_storm_of_trajectories(
     case: Case, engines: EnginePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Five turns of six conversations, while layouts change, caches are reset, requests aborted."""
-    llm, names, _ = case
+    llm, sizes, _ = case
     rng = random.Random(9)
     scheduler = scheduler_of(llm)
     monkeypatch.setattr(scheduler.controller.costs, "least_chance", lambda *pair: 0.0)
@@ -416,16 +407,16 @@ def test_storm_of_trajectories(
             jobs[f"s{i}-{index}"] = Job(prompt, sampling, arrives=arrives + 3 * i)
         return jobs
 
-    def static_turns(name: str) -> dict[str, Outcome]:
+    def static_turns(tp: int) -> dict[str, Outcome]:
         given: dict[str, Outcome] = {}
         for index in range(5):
             assert llm.reset_prefix_cache()
-            given |= run(llm, turn(index, given), before_step=at_steps(llm, {0: name}))
+            given |= run(llm, turn(index, given), before_step=at_steps(llm, {0: tp}))
             go_home(llm)
         return given
 
-    every = engines.keep("trajectories", lambda: {name: static_turns(name) for name in names})
-    static = every[names[0]]
+    every = engines.keep("trajectories", lambda: {tp: static_turns(tp) for tp in sizes})
+    static = every[sizes[0]]
     jobs = {name: job for i in range(5) for name, job in turn(i, static, 45 * i).items()}
     doomed = {
         f"doomed{i}": Job(job.prompt, {"max_tokens": 60}, arrives=job.arrives + 5)
@@ -434,7 +425,7 @@ def test_storm_of_trajectories(
 
     def before_step(step: int) -> None:
         if step % 3 == 1:
-            assert pat_vllm.switch(llm, tp=rng.choice(names))
+            assert pat_vllm.switch(llm, tp=rng.choice(sizes))
         if step in (70, 150):
             scheduler.reset_prefix_cache(reset_running_requests=True)
         for name, job in doomed.items():
@@ -457,7 +448,7 @@ def test_storm_of_trajectories(
 
 def test_a_layout_asked_for_after_a_batch_holds_for_the_next(case: Case) -> None:
     """Also when a step of the batch before, whose requests were aborted, is still in flight."""
-    llm, names, _ = case
+    llm, sizes, _ = case
     from vllm import SamplingParams
 
     core = llm.llm_engine.engine_core.engine_core
@@ -471,18 +462,18 @@ def test_a_layout_asked_for_after_a_batch_holds_for_the_next(case: Case) -> None
 
     def before_step(step: int) -> None:
         if step == 0:
-            assert pat_vllm.switch(llm, tp=names[-1])
-        seen.add(str(pat_vllm.report(llm).layout))
+            assert pat_vllm.switch(llm, tp=sizes[-1])
+        seen.add(pat_vllm.report(llm).layout.tp)
 
     run(llm, batch(), before_step=before_step)
-    assert seen == {names[-1]}
+    assert seen == {sizes[-1]}
 
 
 def test_an_idle_engine_returns_to_its_base_layout(case: Case) -> None:
-    llm, names, _ = case
-    run(llm, batch(0, requests=2), before_step=at_steps(llm, {0: names[-1]}))
+    llm, sizes, _ = case
+    run(llm, batch(0, requests=2), before_step=at_steps(llm, {0: sizes[-1]}))
     llm.generate([{"prompt_token_ids": [5, 6]}], use_tqdm=False)
-    assert str(pat_vllm.report(llm).layout) == names[0]
+    assert pat_vllm.report(llm).layout.tp == sizes[0]
 
 
 def weight_bytes(worker: Any) -> tuple[int, int]:
@@ -503,9 +494,9 @@ def weight_bytes(worker: Any) -> tuple[int, int]:
 
 def test_the_layouts_take_the_memory_of_one(case: Case) -> None:
     """With weights in place."""
-    llm, names, _ = case
-    for name in reversed(names):
-        pat_vllm.switch(llm, tp=name)
+    llm, sizes, _ = case
+    for tp in reversed(sizes):
+        pat_vllm.switch(llm, tp=tp)
         for every, base in llm.collective_rpc(weight_bytes):
             assert base > 100_000
             assert every <= 1.02 * base
@@ -521,7 +512,7 @@ def test_one_group_is_a_stock_engine(case: Case, spec: EngineSpec) -> None:
         max_num_batched_tokens=1000,
         worker_extension_cls="tests.support.weight_updates.WeightUpdates",
     )
-    replicas, group = static["tp1dp2"], static["tp2dp1"]
+    replicas, group = static[1], static[2]
     for name, outcome in stock.items():
         assert group[name].token_ids == outcome.token_ids == replicas[name].token_ids
         assert group[name].logprobs == pytest.approx(outcome.logprobs, abs=1e-5)

@@ -48,7 +48,7 @@ class Storm:
     jobs: Mapping[str, Job]
     rng: random.Random
     landed: dict[str, list[tuple[int, str]]] = field(default_factory=dict)
-    layouts: set[str] = field(default_factory=set)
+    layouts: set[int] = field(default_factory=set)
     updates: int = 0
     _to_come: list[Callable[[], None]] = field(default_factory=list)
 
@@ -81,7 +81,7 @@ class Storm:
         for name, tokens in computed.items():
             self.landed[name].append((tokens, self.model))
             if 0 < tokens < self.jobs[name].sampling["max_tokens"]:
-                self.layouts.add(str(pat_vllm.report(llm).layout))
+                self.layouts.add(pat_vllm.report(llm).layout.tp)
         # The phases of a transfer have steps in between, in which requests wait.
         if (calls := how(llm, self.model)) is not None:
             self._to_come += calls
@@ -166,8 +166,8 @@ def check_storm(updated: Updated, seed: int, count: int) -> None:  # noqa: F811
     ]
     assert len(under_way) >= count
     llm.reset_prefix_cache()
-    for name in updated.layouts:
-        updated.check(storm.model, at_steps(llm, {0: name}))
+    for tp in updated.layouts:
+        updated.check(storm.model, at_steps(llm, {0: tp}))
     with reference(updated) as other:
         assert_same(outcomes, one_by_one(other, jobs, storm.landed), PLAIN_TOLERANCE)
 

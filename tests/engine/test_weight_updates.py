@@ -1,6 +1,6 @@
 """New weights reach every layout, whatever layout is active and however they arrive.
 
-Engines: four ranks in place, a mixture of experts with layouts of both kinds, copies of weights.
+Engines: four ranks in place, mixtures with experts cut and spread, copies of weights.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 import vllm
 
 import pat_vllm
-from tests.engine.specs import COPIES, DENSE, FOUR_RANKS, LATENT, MIXTURE
+from tests.engine.specs import COPIES, DENSE, FOUR_RANKS, LATENT, SPREAD_MIXTURE
 from tests.engine.test_switch import at_steps
 from tests.support.cached_kv import assert_caches_hold_their_text
 from tests.support.engines import Job, Outcome, add_job, run, scheduler_of
@@ -25,14 +25,14 @@ from tests.support.same import PLAIN_TOLERANCE, TOLERANCE, assert_same
 from tests.support.stock import stock_answers
 from tests.support.weight_transfer import Trainer, trainer_of
 
-pytestmark = pytest.mark.engine(FOUR_RANKS, MIXTURE, COPIES, LATENT)
+pytestmark = pytest.mark.engine(FOUR_RANKS, SPREAD_MIXTURE, COPIES, LATENT)
 
 ENGINES = {
     "test_an_update_under_way_is_as_in_stock_vllm": [FOUR_RANKS],
     "test_an_update_between_sleep_and_waking_up": [FOUR_RANKS],
     "test_what_happens_in_an_update_by_layers": [FOUR_RANKS],
     "test_methods_that_change_the_model_run_in_every_layout": [COPIES],
-    "test_conversations_use_no_kv_of_old_weights": [MIXTURE],
+    "test_conversations_use_no_kv_of_old_weights": [SPREAD_MIXTURE],
     "test_requests_wait_for_the_end_of_a_transfer": [FOUR_RANKS],
     "test_a_transfer_that_fails": [FOUR_RANKS],
     "test_packed_weights_refuse_an_update_and_allow_anything_else": [DENSE],
@@ -58,8 +58,8 @@ class Updated:
     def __init__(self, llm: Any, spec: EngineSpec) -> None:
         self.llm = llm
         self.old, self.new = spec.model, f"{spec.model}_updated"
-        self.layouts = [str(layout) for layout in pat_vllm.report(llm).layouts]
-        self.updates = [*UPDATES, load_fused] if spec is MIXTURE else [*UPDATES]
+        self.layouts = [layout.tp for layout in pat_vllm.report(llm).layouts]
+        self.updates = [*UPDATES, load_fused] if spec.model == "qwen3_moe" else [*UPDATES]
         if spec is FOUR_RANKS and not vllm.__version__.startswith(("0.31", "0.32")):
             self.updates.append(transfer_named_before)
         if spec.model == "gpt_oss":  # vLLM's reload by layers leaves its experts and sinks
@@ -180,9 +180,9 @@ def test_an_update_reaches_every_layout(updated: Updated) -> None:
         at = layouts[-1 - i % len(layouts)]
         pat_vllm.switch(llm, tp=at)
         update(llm, model, how)
-        assert str(pat_vllm.report(llm).layout) == at
-        for name in (at, *layouts):
-            updated.check(model, at_steps(llm, {0: name}))
+        assert pat_vllm.report(llm).layout.tp == at
+        for tp in (at, *layouts):
+            updated.check(model, at_steps(llm, {0: tp}))
 
 
 def conversations(before: Mapping[str, Outcome], index: int) -> dict[str, Job]:

@@ -12,13 +12,14 @@ RANKS = int(os.environ.get("RANKS", "2"))
 MODELS = {
     "dense": "wide",
     "mixture": "moe",
+    "spread mixture": "moe",
     "linear": "linear",
     "latent": "latent",
     "window": "window",
     "sinks": "sinks",
 }
 """By what their tests are called, models of `tests/support/models.py`."""
-EXPERTS = ("mixture", "linear", "latent", "sinks")
+EXPERTS = ("mixture", "spread mixture", "linear", "latent", "sinks")
 DENSE_ONLY: dict[str, Any] = {
     "enable_sleep_mode": True,
     "weight_transfer_config": {"backend": "ipc"},
@@ -68,7 +69,7 @@ def llm(devices: int, request: pytest.FixtureRequest) -> Iterator[Any]:
         with engine(
             MODELS[request.param],
             RANKS,
-            {"kv_transfer": "migrate"},
+            {"kv_transfer": "migrate", "experts": "ep" if "spread" in request.param else "auto"},
             from_server=False,
             dtype="bfloat16",
             enforce_eager=False,

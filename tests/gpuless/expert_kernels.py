@@ -104,10 +104,10 @@ def farthest_from_torch() -> float:
     experts, hidden, intermediate, tokens = 8, 32, 64, 5
     config = {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 32, "BLOCK_SIZE_K": 32, "GROUP_SIZE_M": 1}
     worst = 0.0
-    for layout in (Layout.of(2, 4), Layout.of(4, 4, "ep")):
+    for place in (Layout.of(2, 4).place_of(1), Layout.of(4, 4).place_of(1, "ep")):
         w13 = torch.randn((experts, 2 * intermediate, hidden), generator=generator)
         w2 = torch.randn((experts, hidden, intermediate), generator=generator)
-        for view in views(w13, w2, layout.place_of(1)):
+        for view in views(w13, w2, place):
             ids = torch.arange(2 * tokens, dtype=torch.int32).view(tokens, 2) % len(view)
             x = torch.randn((tokens, view.shape[2]), generator=generator)
             output = launch(view, x, ids, config, tl.float32)
@@ -122,8 +122,10 @@ def compile_all(capabilities: list[int]) -> dict[int, list[int]]:
     # Nobody reads or writes them.
     w13 = torch.empty((experts, 2 * intermediate, hidden), dtype=torch.bfloat16)
     w2 = torch.empty((experts, hidden, intermediate), dtype=torch.bfloat16)
-    layouts = [Layout.of(tp, 8, kind) for tp in (2, 4, 8) for kind in KINDS]
-    places = {layout.place_of(rank) for layout in layouts for rank in range(8)}
+    layouts = [Layout.of(tp, 8) for tp in (2, 4, 8)]
+    places = {
+        layout.place_of(rank, kind) for layout in layouts for kind in KINDS for rank in range(8)
+    }
     counts = {}
     for capability in capabilities:
         codes: list[set[str]] = []

@@ -168,7 +168,7 @@ def _mixture() -> dict[str, Any]:
     ):
         assert folder == envs.VLLM_TUNED_CONFIG_FOLDER
         (Path(folder) / get_config_file_name(128, 96, None)).write_text("{}")
-        models = {"tp8": model(128, 96), "tp2dp4ep": model(64, 768)}
+        models = {"tp8": model(128, 96), "tp2dp4": model(64, 768)}
         lines = list(what_slows(models.items()))
     return {"stock": backend_of_stock(config).value, "lines": lines}
 

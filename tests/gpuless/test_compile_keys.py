@@ -99,7 +99,7 @@ def test_what_changes_no_code_changes_no_key() -> None:
         engine_config(layouts=[1, 4], base_tp=1, kv_transfer="recompute"),
         engine_config(layouts=[1, 4], base_tp=1, policy={"kind": "static", "tp": 4}),
         engine_config(layouts=[1, 4], state_dir="state"),
-        engine_config(layouts=[1, 4], launcher="mp", experts="both"),
+        engine_config(layouts=[1, 4], launcher="mp"),
     ]
     same[1].additional_config["pat_chosen"] = {"found": "these"}
     hashes = [[config.compute_hash() for config in configs_of(engine).values()] for engine in same]

@@ -12,6 +12,7 @@ from tests.engine.specs import (
     FOUR_RANKS,
     IN_PLACE,
     MIXTURE,
+    SPREAD_MIXTURE,
     WHOLE_PROMPTS,
     WITHOUT_CACHE,
 )
@@ -19,7 +20,6 @@ from tests.engine.test_switch import (  # noqa: F401
     case,
     test_a_layout_asked_for_after_a_batch_holds_for_the_next,
     test_an_idle_engine_returns_to_its_base_layout,
-    test_blocks_are_short_between_kinds_of_one_tp,
     test_every_ordered_pair_of_layouts,
     test_half_prefilled_and_waiting_requests_are_carried,
     test_one_group_is_a_stock_engine,
@@ -49,7 +49,6 @@ def switching(
     )
 
 
-BLOCKS_ARE_SHORT = [MIXTURE, FOUR_OF_MIXTURE := switching("qwen3_moe", 4)]
 GROUPED = switching("qwen2", 2)
 COPIED_MIXTURES = [
     *(switching("qwen3_moe", ranks, weights="materialized") for ranks in (2, 4)),
@@ -63,52 +62,53 @@ WINDOWS = [
     switching("mistral", 2),
     switching("phi3", 2),
     switching("llama4", 2),  # chunks
-    switching("gpt_oss", 2),  # sinks, and experts with biases
-    switching("gpt_oss", 4, experts="tp"),
+    switching("gpt_oss", 2, experts="ep"),  # sinks, and experts with biases
+    switching("gpt_oss", 4),
 ]
 IN_PLACE_ENGINES = [
     MIXTURE,
+    SPREAD_MIXTURE,
     FOUR_RANKS,
     FEW_KV_HEADS,
-    FOUR_OF_MIXTURE,
+    switching("qwen3_moe", 4),
+    switching("qwen3_moe", 4, experts="ep"),
     GROUPED,
     switching("llama_gqa", 2),
     switching("qwen3_tied", 2),
     *WINDOWS,
-    # Experts cut and spread; with shared ones, which are always cut, and six over four ranks.
+    # With shared experts, which are always cut, and six over four ranks.
     switching("qwen2_moe", 2),
-    switching("qwen2_moe", 4),
+    switching("qwen2_moe", 4, experts="ep"),
     # Names, norms and routers of their own.
     switching("mixtral", 2),
-    switching("olmoe", 2),
-    switching("glm4_moe", 2),
-    # Latent attention: experts cut and spread; queries that are not compressed.
-    switching("deepseek_v3", 4),
+    switching("olmoe", 2, experts="ep"),
+    switching("glm4_moe", 2, experts="ep"),
+    # Latent attention; queries that are not compressed.
+    switching("deepseek_v3", 4, experts="ep"),
     switching("deepseek_v2", 2),
     # Linear attention, whose prompts the cache cuts in parts, which V1 cannot have seeded on CPU;
     # with one KV head for two ranks, so that slots are padded at tp=4.
-    switching("qwen3_next", 2, cached=False),
-    switching("qwen3_next", 2, runner=2, experts="tp"),
-    switching("qwen3_next_few_kv", 4, cached=False, experts="tp"),
+    switching("qwen3_next", 2, cached=False, experts="ep"),
+    switching("qwen3_next", 2, runner=2),
+    switching("qwen3_next_few_kv", 4, cached=False),
     switching("qwen3_next_few_kv", 4, cached=False, base_tp=2, experts="ep"),
     switching("qwen3_5_vl", 2, cached=False),
     # Mamba2; with slots that are padded.
     switching("nemotron_h", 2, cached=False),
     switching("nemotron_h", 2, runner=2),
     switching("nemotron_h_few_kv", 4, cached=False),
-    switching("qwen3_5_moe_vl", 4, cached=False, experts="tp"),
-    # Experts of one kind, as where no rank has any whole.
-    switching("qwen3_moe", 4, base_tp=2, experts="tp"),
+    switching("qwen3_5_moe_vl", 4, cached=False),
+    # No rank has an expert whole, or all experts.
+    switching("qwen3_moe", 4, base_tp=2),
     switching("qwen3_moe", 4, base_tp=2, experts="ep"),
     switching("qwen2", 2, runner=2),
     switching("gemma3", 2, runner=2),
     switching("llama_few_kv", 4, runner=2, base_tp=2),
-    switching("qwen3_moe", 2, runner=2),
+    switching("qwen3_moe", 2, runner=2, experts="ep"),
     switching("gpt_oss", 2, runner=2),
 ]
 pytestmark = pytest.mark.engine(*IN_PLACE_ENGINES, COPIES, *COPIED_MIXTURES)
 ENGINES = {
-    "test_blocks_are_short_between_kinds_of_one_tp": BLOCKS_ARE_SHORT,
     "test_the_layouts_take_the_memory_of_one": IN_PLACE_ENGINES,
     "test_one_group_is_a_stock_engine": [GROUPED],
     "test_what_moves_is_what_requests_hold": WINDOWS,

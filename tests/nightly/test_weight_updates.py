@@ -11,6 +11,8 @@ from tests.engine.specs import (
     LINEAR,
     MIGRATE,
     MIXTURE,
+    SPREAD,
+    SPREAD_MIXTURE,
     UPDATES,
     V2,
     WHOLE_PROMPTS,
@@ -40,10 +42,12 @@ RUNNER_V2 = EngineSpec(
     without_async_scheduling=True,
 )
 # Windows, sinks, experts with biases: weights that its own `load_weights` cuts.
-GPT_OSS = EngineSpec("gpt-oss", "gpt_oss", 2, IN_PLACE | {"experts": "both"}, OPTIONS)
+GPT_OSS = EngineSpec("gpt-oss", "gpt_oss", 2, IN_PLACE | SPREAD, OPTIONS)
 pytestmark = pytest.mark.engine(COPIES, RUNNER_V2, GPT_OSS)
 ENGINES = {
-    "test_long_storm": [FOUR_RANKS, MIXTURE, COPIES, RUNNER_V2, V2, GPT_OSS, LATENT, LINEAR]
+    "test_long_storm": [
+        *(FOUR_RANKS, MIXTURE, SPREAD_MIXTURE, COPIES, RUNNER_V2, V2, GPT_OSS, LATENT, LINEAR)
+    ]
 } | {
     test: [COPIES, RUNNER_V2]
     for test in (

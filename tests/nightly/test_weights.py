@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
-from pat_vllm.layout import Layout
+from pat_vllm.layout import Experts
 from tests.vllm.weights.conftest import current_vllm_config  # noqa: F401
 from tests.vllm.weights.test_experts import KINDS, LAYOUTS, MODELS, RANKS
 from tests.vllm.weights.test_weights import check_ranks, check_whole_model
@@ -19,17 +21,15 @@ def test_dense_and_vision_language_models(name: str, base_tp: int) -> None:
     check_ranks(name, base_tp, range(4))
 
 
-WAYS = {"both kinds": LAYOUTS} | {
-    f"{kind} from two": [Layout.of(tp, RANKS, kind) for tp in (2, 4)] for kind in KINDS
-}
-"""From a rank that has all of the model, and from one that has half of it."""
-REFUSED = ("qwen2_moe", "ep from two")
-"""Six experts do not divide among four ranks."""
+REFUSED = ("qwen2_moe", "ep", 2)
+"""Six experts do not divide among four ranks, where a rank of the base layout has half of them."""
 
 
 @pytest.mark.parametrize(
-    ("name", "way"), [(name, way) for name in MODELS for way in WAYS if (name, way) != REFUSED]
+    ("name", "kind", "base_tp"),
+    [case for case in product(MODELS, KINDS, (1, 2)) if case != REFUSED],
 )
-def test_models_with_experts(name: str, way: str) -> None:
+def test_models_with_experts(name: str, kind: Experts, base_tp: int) -> None:
+    """From a rank that has all of the model, and from one that has half of it."""
     for rank in range(RANKS):
-        check_whole_model(name, WAYS[way], rank)
+        check_whole_model(name, [layout for layout in LAYOUTS if layout.tp >= base_tp], rank, kind)

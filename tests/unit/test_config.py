@@ -21,10 +21,13 @@ ALL = "allowed: layouts, base_tp"
 FOUR_RANKS = ["4 ranks", "tensor_parallel_size=4", "tp=1, 2, 4;"]
 
 
-def layouts(options: Any, ranks: int = 4, mixture: MoEConfig | None = None) -> list[str]:
+def layouts(options: Any, ranks: int = 4) -> list[str]:
+    return [str(layout) for layout in PATConfig.parse(options).resolve_layouts(ranks)]
+
+
+def experts(options: Any, mixture: MoEConfig | None) -> str | None:
     config = PATConfig.parse(options)
-    config.check_layouts(ranks)
-    return [str(layout) for layout in config.resolve_layouts(ranks, mixture)]
+    return config.resolve_experts(mixture, config.resolve_layouts(4))
 
 
 def static(tp: Any, **more: Any) -> dict[str, Any]:
@@ -43,7 +46,7 @@ REFUSED: list[tuple[Any, int, list[str]]] = [
     ({"layouts": "x"}, 4, ["'layouts'", "'x'", "tuple"]),
     ({"kv_transfer": "move"}, 4, ["'kv_transfer'", "'move'", "'auto', 'migrate' or 'recompute'"]),
     ({"weights": "lazy"}, 4, ["'weights'", "'lazy'", "'auto', 'inplace' or 'materialized'"]),
-    ({"experts": "all"}, 4, ["'experts'", "'all'", "'auto', 'tp', 'ep' or 'both'"]),
+    ({"experts": "all"}, 4, ["'experts'", "'all'", "'auto', 'tp' or 'ep'"]),
     ({"limits_per": "engine"}, 4, ["'limits_per'", "'engine'", "'rank' or 'replica'"]),
     ({"launcher": "slurm"}, 4, ["'launcher'", "'slurm'", "'auto', 'mp' or 'ray'"]),
     ({"policy": "static"}, 4, ["'policy' has value 'static'", '{"kind": "predictor"}']),
@@ -67,9 +70,9 @@ REFUSED: list[tuple[Any, int, list[str]]] = [
     ({"policy": {"kind": "predictor", "length_bound": True}}, 4, ["length_bound", "True"]),
     (schedule(switch_at={1: 2, "1": 1}), 4, ["switch_at", "names 1 more than once"]),
     (
-        schedule(switch_at={2: 2}, num_speculative_tokens={2: 1, "tp2dp2": 2}),
+        schedule(switch_at={2: 2}, num_speculative_tokens={2: 1, "2": 2}),
         4,
-        ["num_speculative_tokens", "tp2dp2 more than once"],
+        ["num_speculative_tokens", "names 2 more than once"],
     ),
     ({"policy": {"kind": "predictor", "profile": ""}}, 4, ["profile", "at least 1 character"]),
     ({"state_dir": 1}, 4, ["state_dir", "1", "string"]),
@@ -89,17 +92,15 @@ REFUSED: list[tuple[Any, int, list[str]]] = [
         4,
         ["pat.policy", "tp=8", *FOUR_RANKS],
     ),
-    *((static(name), 4, ["policy", str(name)]) for name in ("wide", "tp4dp2", "tp1dp4ep", 0, True)),
+    *((static(tp), 4, ["policy", "tp of a layout", str(tp)]) for tp in ("wide", "tp2dp2", 0, True)),
 ]
 
 
 @pytest.mark.parametrize(("options", "ranks", "words"), REFUSED, ids=lambda value: str(value)[:60])
 def test_refused(options: Any, ranks: int, words: list[str]) -> None:
-    """As soon as the options are known, and again when the model is."""
-    for check in ("check_layouts", "resolve_layouts"):
-        with pytest.raises(ValueError) as error:
-            getattr(PATConfig.parse(options), check)(ranks)
-        assert not [word for word in words if word not in str(error.value)], str(error.value)
+    with pytest.raises(ValueError) as error:
+        PATConfig.parse(options).resolve_layouts(ranks)
+    assert not [word for word in words if word not in str(error.value)], str(error.value)
 
 
 LEAVES = st.one_of(
@@ -119,28 +120,9 @@ VALUES = st.recursive(
 @settings(max_examples=150, deadline=None)
 def test_whatever_is_given_is_taken_or_refused_in_a_few_words(options: Any) -> None:
     try:
-        PATConfig.parse(options).check_layouts(4)
+        PATConfig.parse(options).resolve_layouts(4)
     except ValueError as error:
         assert len(str(error)) < 5000
-
-
-@pytest.mark.parametrize(
-    ("options", "mixture", "words"),
-    [
-        ({"experts": "ep"}, None, ["pat.experts", "'ep'", "no experts", "'auto'"]),
-        (static("tp4dp1ep") | {"experts": "tp"}, MIXTURE, ["tp4dp1ep", "tp1dp4, tp2dp2, tp4dp1"]),
-        ({"experts": "both", "base_tp": 2}, MIXTURE, ["'both'", "pat.base_tp=1"]),
-        (static("tp4dp1ep") | {"base_tp": 2}, MIXTURE, ["tp4dp1ep", "pat.base_tp=2", "'ep'"]),
-    ],
-)
-def test_refused_when_the_model_is_known(
-    options: Any, mixture: MoEConfig | None, words: list[str]
-) -> None:
-    config = PATConfig.parse(options)
-    config.check_layouts(4)
-    with pytest.raises(ValueError) as error:
-        config.resolve_layouts(4, mixture)
-    assert not [word for word in words if word not in str(error.value)], str(error.value)
 
 
 def test_default_layouts_are_the_powers_of_two_and_the_whole_group() -> None:
@@ -158,13 +140,13 @@ def test_named_layouts_have_the_base_layout_that_they_have_in_common() -> None:
     assert layouts({"layouts": [2, 3], "base_tp": "auto"}, 6) == ["tp1dp6", "tp2dp3", "tp3dp2"]
 
 
-def test_experts_cut_spread_or_either() -> None:
-    both = ["tp1dp4", "tp2dp2", "tp2dp2ep", "tp4dp1", "tp4dp1ep"]
-    assert layouts({}, mixture=MIXTURE) == layouts(static("tp4dp1ep"), mixture=MIXTURE) == both
-    assert layouts({"experts": "tp"}, mixture=MIXTURE) == ["tp1dp4", "tp2dp2", "tp4dp1"]
-    assert layouts({"experts": "both"}, mixture=MIXTURE) == both
-    assert layouts({"experts": "both"}) == ["tp1dp4", "tp2dp2", "tp4dp1"]
-    assert layouts({"experts": "ep", "layouts": [1, 4]}, mixture=MIXTURE) == ["tp1dp4", "tp4dp1ep"]
+def test_experts_are_cut_where_they_can_be_or_as_asked_for() -> None:
+    assert experts({}, MIXTURE) == experts({"experts": "tp"}, MIXTURE) == "tp"
+    assert experts({"experts": "ep", "layouts": [1, 4]}, MIXTURE) == "ep"
+    assert experts({}, MoEConfig(num_experts=8, intermediate=6)) == "ep"
+    assert experts({}, None) is None
+    with pytest.raises(ValueError, match=r"pat.experts is 'ep', but .* no experts; .* 'auto'"):
+        experts({"experts": "ep"}, None)
 
 
 def test_an_engine_starts_in_its_base_layout_or_where_it_stays() -> None:
@@ -192,9 +174,9 @@ def state(tp: int, live: int, quiet: float = 1.0) -> LiveState:
     return LiveState(0.0, Layout.of(tp, 4), live, quiet, requests=unused)
 
 
-def policy_of(options: dict[str, Any], mixture: MoEConfig | None = None) -> Any:
+def policy_of(options: dict[str, Any]) -> Any:
     config = PATConfig.parse(options)
-    ready = config.resolve_layouts(4, mixture)
+    ready = config.resolve_layouts(4)
     return make_policy(config, ready, profile=unused, costs=CostModel(), bound=512)
 
 
@@ -206,14 +188,10 @@ def test_schedule_policy_follows_its_table_both_ways() -> None:
     assert policy.choose(state(4, 50)).tp == 1
 
 
-def test_schedule_policy_takes_names_of_layouts() -> None:
-    options = schedule(switch_at={64: 1, 8: "tp2dp2ep", 4: 2, 2: 4})
-    policy = policy_of(options, MIXTURE)
-    chosen = [str(policy.choose(state(1, live))) for live in (9, 8, 5, 4, 3, 2)]
-    assert chosen == ["tp1dp4", *["tp2dp2ep"] * 2, *["tp2dp2"] * 2, "tp4dp1"]
-    config = PATConfig.parse(options)
-    limits = [config.largest_batch(layout) for layout in config.resolve_layouts(4, MIXTURE)]
-    assert limits == [None, 8, 8, 2, 2], "none for the base layout, the larger of a tp's two kinds"
+def test_the_largest_batch_of_a_layout_is_where_the_schedule_enters_it() -> None:
+    config = PATConfig.parse(schedule(switch_at={64: 1, 8: 2, 4: 2, 2: 4}))
+    limits = [config.largest_batch(layout) for layout in config.resolve_layouts(4)]
+    assert limits == [None, 8, 2], "none for the base layout"
 
 
 def test_schedule_policy_waits_for_the_batch_to_be_complete() -> None:
@@ -228,7 +206,6 @@ def test_static_policy_stays_at_its_layout() -> None:
     assert policy.default_layout.tp == 2
     assert policy.choose(state(2, 1)).tp == 2
     assert policy.choose(state(4, 1)).tp == 4, "a forced switch holds until the engine is idle"
-    assert str(policy_of(static("tp2dp2ep"), MIXTURE).default_layout) == "tp2dp2ep"
 
 
 def test_each_of_several_engines_has_a_directory_of_its_own() -> None:

@@ -114,7 +114,7 @@ def parse_pat(text: str | None, ranks: int) -> dict[str, Any]:
         "vllm.pat", "{}" if text is None else text, '{"layouts": [1, 4]}', PATConfig.model_fields
     )
     try:
-        PATConfig.parse(options).check_layouts(ranks)
+        PATConfig.parse(options).resolve_layouts(ranks)
     except ValueError as error:
         message = str(error).removeprefix('additional_config["pat"]: ')
         raise ValueError(f"{where}: {message}") from None

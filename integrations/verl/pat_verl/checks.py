@@ -88,7 +88,7 @@ def check_rollout(
             if _enabled(rollout):
                 asked = f"rollout.{_ENABLED}=true"
         raise ValueError(f"{asked} does not work with " + "; ".join(problems))
-    pat_options(rollout).check_layouts(_number(rollout, "tensor_model_parallel_size"))
+    pat_options(rollout).resolve_layouts(_number(rollout, "tensor_model_parallel_size"))
 
 
 def pat_options(rollout: Any) -> PATConfig:

@@ -130,7 +130,7 @@ class PatHttpServer(vLLMHttpServer):
         """What the engine has done so far; see `pat_vllm.report`."""
         return await report_async(self.engine, since)
 
-    async def pat_switch(self, tp: int | str) -> bool:
+    async def pat_switch(self, tp: int) -> bool:
         """Switch the engine now; see `pat_vllm.switch`."""
         return await switch_async(self.engine, tp)
 

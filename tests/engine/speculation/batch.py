@@ -72,7 +72,7 @@ class Walk:
     def __init__(
         self,
         llm: Any,
-        way: Sequence[int | str],
+        way: Sequence[int],
         expected: Mapping[str, Outcome],
         watch: Watch,
         rng: random.Random,
@@ -121,7 +121,7 @@ class Walk:
 
 def take_way(
     llm: Any,
-    way: Sequence[int | str],
+    way: Sequence[int],
     jobs: Mapping[str, Job],
     expected: Mapping[str, Outcome],
     tolerance: float = TOLERANCE,
@@ -151,10 +151,10 @@ def check_storm(llm: Any, static: Mapping[str, Outcome], copies: int) -> None:
         copies: of each request.
     """
     rng = random.Random(copies)
-    layouts = {str(layout) for layout in pat_vllm.report(llm).layouts}
+    layouts = {layout.tp for layout in pat_vllm.report(llm).layouts}
     least = {"switches": 6, "migrated": 10, "recomputed": 5, "dropped": 4, "verified": 1}
     counts: Counter[str] = Counter()
-    targets: set[str] = set()
+    targets: set[int] = set()
     lengths: set[int] = set()
     for _ in range(5):
         go_home(llm)
@@ -183,13 +183,13 @@ class _Storm:
 
     def __init__(self, llm: Any, rng: random.Random, copies: int) -> None:
         self.counts: Counter[str] = Counter()
-        self.targets: set[str] = set()
+        self.targets: set[int] = set()
         self.lengths: set[int] = set()
         arrivals = [lambda copy=copy: copy * rng.randint(0, 40) for copy in range(copies)]
         self.jobs = copies_of(batch(), arrivals)
         self._llm = llm
         self._rng = rng
-        self._layouts = [str(layout) for layout in pat_vllm.report(llm).layouts]
+        self._layouts = [layout.tp for layout in pat_vllm.report(llm).layouts]
         self._doomed = {
             f"doomed{i}": Job([5 + i, 9, 7] * 12, {"max_tokens": 300, "ignore_eos": True}, 6 * i)
             for i in range(3 * copies)
@@ -211,7 +211,7 @@ class _Storm:
 
             outcomes = run(llm, self.jobs | self._doomed, before_step=before_step)
         switches = [switch for switch in pat_vllm.report(llm).switches[count:] if switch.num_seqs]
-        self.targets = {str(switch.target) for switch in switches}
+        self.targets = {switch.target.tp for switch in switches}
         self.lengths = set(watch.lengths)
         self.counts["switches"] = len(switches)
         self.counts["migrated"] = sum(switch.migrated for switch in switches)

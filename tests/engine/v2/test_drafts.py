@@ -1,6 +1,6 @@
 """Speculation with Model Runner V2: n-gram drafts, whose length changes at each step.
 
-Of a mixture of experts, cut in one layout of each width and spread in the other. Greedy requests
+Of a mixture of experts. Greedy requests
 give what they give without drafts, log-probabilities included. "ngram_gpu" has two steps in flight.
 """
 
@@ -28,8 +28,8 @@ from tests.engine.v2.batch import (
     check_storm,
     check_tour,
     encoded,
-    names_of,
     serve,
+    sizes_of,
 )
 from tests.engine.v2.in_workers import searches
 from tests.support import ngram
@@ -84,11 +84,11 @@ def greedy_jobs(served: Served) -> dict[str, Job]:
 
 
 def run_at(
-    llm: Any, jobs: dict[str, Job], length: Callable[[], int], layout: int | str = 1
+    llm: Any, jobs: dict[str, Job], length: Callable[[], int], tp: int = 1
 ) -> dict[str, Outcome]:
     """Run jobs in a layout, asking for a draft length before each step."""
     go_home(llm)
-    assert pat_vllm.switch(llm, tp=layout)
+    assert pat_vllm.switch(llm, tp=tp)
     return run(llm, jobs, lambda step: pat_vllm.speculate(llm, length()))
 
 
@@ -107,7 +107,7 @@ def accepted_share(llm: Any, before: tuple[int, int]) -> float:
 
 def test_steps_without_drafts_look_for_none(served: Served) -> None:
     """Steps of draft length 0 look for no n-grams. Others do, on all ranks of a group."""
-    llm, jobs, widest = served.llm, greedy_jobs(served), names_of(served.llm)[-1]
+    llm, jobs, widest = served.llm, greedy_jobs(served), sizes_of(served.llm)[-1]
     llm.collective_rpc(searches)
     run_at(llm, jobs, lambda: 0, widest)
     assert not any(llm.collective_rpc(searches))
@@ -164,7 +164,7 @@ class Lengths:
     def at_step(self, step: int) -> None:
         pat_vllm.speculate(self._llm, self._rng.choice(LENGTHS))
 
-    def at_switch(self, layout: str) -> None:
+    def at_switch(self, tp: int) -> None:
         for replica in scheduler_of(self._llm).replica_set.replicas:
             for request in replica.scheduler.requests.values():
                 self.carried += bool(request.num_output_tokens)

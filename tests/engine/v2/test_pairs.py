@@ -19,8 +19,8 @@ from tests.engine.v2.batch import (
     Served,
     check_storm,
     check_tour,
-    names_of,
     run_static,
+    sizes_of,
 )
 from tests.support.counting import assert_counted
 from tests.support.null_blocks import spoil_null_blocks
@@ -56,7 +56,7 @@ def test_null_blocks_are_clear_after_a_switch(served: Served) -> None:
     clear: list[bool] = []
     check_tour(served.few(), at_switch=lambda _: clear.append(spoil_null_blocks(served.llm)))
     assert clear and all(clear)
-    assert pat_vllm.switch(served.llm, tp=names_of(served.llm)[-1])  # the way home clears it
+    assert pat_vllm.switch(served.llm, tp=sizes_of(served.llm)[-1])  # the way home clears it
 
 
 @pytest.mark.parametrize("copies", [1])
@@ -69,10 +69,10 @@ def test_storm(served: Served, copies: int) -> None:
 def test_an_update_between_switches_reaches_every_layout(served: Served) -> None:
     """New weights come in the widest layout, and the old ones again in the default layout."""
     llm, few = served.llm, served.few()
-    widest = names_of(llm)[-1]
+    widest = sizes_of(llm)[-1]
     assert pat_vllm.switch(llm, tp=widest)
     update(llm, NEW)
-    assert str(pat_vllm.report(llm).layout) == widest
+    assert pat_vllm.report(llm).layout.tp == widest
     try:
         static = run_static(llm, few.jobs)
         assert all(
@@ -90,19 +90,19 @@ def test_sleep_and_wake_up_around_switches(served: Served) -> None:
     llm = served.llm
     rng = random.Random(1)
 
-    def sleep(layout: str) -> None:
+    def sleep(tp: int) -> None:
         llm.sleep(level=1, mode="keep")
         assert llm.llm_engine.is_sleeping()
-        other = rng.choice([name for name in names_of(llm) if name != layout])
+        other = rng.choice([other for other in sizes_of(llm) if other != tp])
         assert not pat_vllm.switch(llm, tp=other)
         llm.wake_up()
-        assert str(pat_vllm.report(llm).layout) == layout
+        assert pat_vllm.report(llm).layout.tp == tp
 
     check_tour(served.few(), at_switch=sleep)
 
 
 def test_new_weights_come_while_the_engine_sleeps(served: Served) -> None:
     """At level 2 it has none: those that are loaded then are what every layout gets."""
-    assert pat_vllm.switch(served.llm, tp=names_of(served.llm)[-1])
+    assert pat_vllm.switch(served.llm, tp=sizes_of(served.llm)[-1])
     sleep_with_new_weights(served.llm, OLD)
     check_tour(served.few())

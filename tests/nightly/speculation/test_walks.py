@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 
 import pat_vllm
-from tests.engine.specs import DRAFTS, DRAFTS_OPTIONS, IN_PLACE, MIGRATE, USUALLY_ONE
+from tests.engine.specs import (
+    CUT,
+    DRAFTS,
+    DRAFTS_OPTIONS,
+    IN_PLACE,
+    MIGRATE,
+    SPREAD,
+    USUALLY_ONE,
+)
 from tests.engine.speculation.batch import (
     MODEL,
     batch,
@@ -20,7 +28,7 @@ from tests.engine.speculation.batch import (
 )
 from tests.engine.speculation.steps import acceptance, watched
 from tests.engine.test_switch import tolerance
-from tests.engine.v2.batch import kv_carried, names_of, tour
+from tests.engine.v2.batch import kv_carried, sizes_of, tour
 from tests.support.engines import Outcome, run, teacher_forced
 from tests.support.pool import EnginePool, EngineSpec, go_home
 from tests.support.same import assert_same, of_batch
@@ -29,9 +37,9 @@ from tests.vllm.scheduler.protocol import LENGTHS
 OPTIONS: dict[str, Any] = DRAFTS_OPTIONS | USUALLY_ONE
 FOUR = EngineSpec("four, copies", MODEL, 4, MIGRATE | {"weights": "materialized"}, OPTIONS)
 FOUR_IN_PLACE = EngineSpec("four, in place", MODEL, 4, IN_PLACE, OPTIONS)
-# Experts cut in one layout of each width, spread in the other; with shared ones, which are cut.
-EXPERTS = EngineSpec("experts", "repeating_moe", 2, IN_PLACE, OPTIONS)
-SHARED_EXPERTS = EngineSpec("shared experts", "repeating_shared", 4, IN_PLACE, OPTIONS)
+# Experts cut, and spread, with shared ones, which are cut.
+EXPERTS = EngineSpec("experts", "repeating_moe", 2, IN_PLACE | CUT, OPTIONS)
+SHARED_EXPERTS = EngineSpec("shared experts", "repeating_shared", 4, IN_PLACE | SPREAD, OPTIONS)
 # Drafts that reach over a window's edge, and are refused there.
 WINDOWS = EngineSpec("windows", "repeating_mistral", 2, MIGRATE, OPTIONS)
 LATENT = EngineSpec("latent", "repeating_deepseek", 2, IN_PLACE, OPTIONS)
@@ -70,7 +78,7 @@ def static(llm: Any, spec: EngineSpec, engines: EnginePool) -> dict[str, Outcome
 
 @pytest.mark.parametrize("k", LENGTHS)
 def test_single_layouts(llm: Any, static: dict[str, Outcome], k: int) -> None:
-    for name in names_of(llm):
+    for name in sizes_of(llm):
         go_home(llm)
         assert pat_vllm.switch(llm, tp=name)
         pat_vllm.speculate(llm, k)
@@ -90,14 +98,14 @@ def test_log_probabilities_are_those_of_the_target_layout(
     """For every ordered pair, without drafts there."""
     texts = {name: (job.prompt, static[name].token_ids) for name, job in batch().items()}
     scores = {}
-    for name in names_of(llm):
-        assert pat_vllm.switch(llm, tp=name)
-        scores[name] = teacher_forced(llm, texts)
+    for tp in sizes_of(llm):
+        assert pat_vllm.switch(llm, tp=tp)
+        scores[tp] = teacher_forced(llm, texts)
     for seed, pair in enumerate(itertools.permutations(scores, 2)):
         began = len(pat_vllm.report(llm).switches)
         outcomes, _ = take_way(llm, pair, batch(), static, tolerance(llm), seed)
         (switch,) = [switch for switch in pat_vllm.report(llm).switches[began:] if switch.num_seqs]
-        assert (str(switch.source), str(switch.target)) == pair
+        assert (switch.source.tp, switch.target.tp) == pair
         assert switch.migrated == switch.num_seqs > 3
         for name, outcome in outcomes.items():
             expected = pytest.approx(scores[pair[1]][name], abs=tolerance(llm))
@@ -107,7 +115,7 @@ def test_log_probabilities_are_those_of_the_target_layout(
 @pytest.mark.parametrize("in_flight", [False, True])
 def test_a_tour_of_all_layouts(llm: Any, static: dict[str, Outcome], in_flight: bool) -> None:
     """With another draft length before each step; some KV is left behind where some is verified."""
-    way = tour(names_of(llm))
+    way = tour(sizes_of(llm))
     # So many requests that they last to its end.
     arrivals = [lambda copy=copy: 20 * copy for copy in range(1 + len(way) // 4)]
     jobs = copies_of(batch(), arrivals)

@@ -146,7 +146,7 @@ def trainer(request: pytest.FixtureRequest) -> Iterator[tuple[Any, Callable[[Any
 
 def test_new_weights_reach_every_layout(trainer: Any) -> None:
     llm, update = trainer
-    layouts = [str(layout) for layout in pat_vllm.report(llm).layouts]
+    layouts = [layout.tp for layout in pat_vllm.report(llm).layouts]
     for model in (NEW, OLD, NEW):
         for layout in layouts:
             pat_vllm.switch(llm, tp=layout)

@@ -7,7 +7,7 @@ import pytest
 from tests.engine.specs import IN_PLACE, V2_DRAFTS, V2_NGRAM
 from tests.engine.test_weight_updates import sleep_with_new_weights
 from tests.engine.v2 import test_drafts
-from tests.engine.v2.batch import Served, names_of, run_static, serve
+from tests.engine.v2.batch import Served, run_static, serve, sizes_of
 from tests.engine.v2.test_drafts import (  # noqa: F401
     SAMPLED,
     greedy_jobs,
@@ -69,13 +69,13 @@ def test_new_weights_come_while_the_engine_sleeps(
         sleep_with_new_weights(llm, f"{old}_updated")
         static = run_static(llm, jobs)
         assert static["greedy"].token_ids != served.static["greedy"].token_ids
-        for name in names_of(llm):
+        for name in sizes_of(llm):
             assert_same(run_at(llm, jobs, longest, name), static, PLAIN_TOLERANCE)
     finally:
         go_home(llm)
         sleep_with_new_weights(llm, spec.model)
     expected = {name: served.static[name] for name in jobs}
-    assert_same(run_at(llm, jobs, longest, names_of(llm)[-1]), expected, PLAIN_TOLERANCE)
+    assert_same(run_at(llm, jobs, longest, sizes_of(llm)[-1]), expected, PLAIN_TOLERANCE)
 
 
 def test_seeds_give_the_same_where_drafts_are_the_same(served: Served) -> None:  # noqa: F811

@@ -30,9 +30,7 @@ DRAFTS = (
 )
 
 
-def check_steps(
-    run: GRPO, tolerance: float = 1e-5, long_tail: bool = True, wide: str = "tp2dp1"
-) -> None:
+def check_steps(run: GRPO, tolerance: float = 1e-5, long_tail: bool = True) -> None:
     """Three steps were made, with a regroup in each rollout and the actor's weights in each."""
     steps, rollouts = run.steps()[:3], run.rollouts()[:3]
     assert len(steps) == len(rollouts) == 3
@@ -40,7 +38,7 @@ def check_steps(
         assert step.probs_diff_max < tolerance
         assert not long_tail or step.longest > 2 * step.mean_length
         assert rollout.startswith("16 responses")
-        live = re.findall(rf"tp1dp2 -> {wide} at \S+ s, (\d+) live", rollout)
+        live = re.findall(r"tp1dp2 -> tp2dp1 at \S+ s, (\d+) live", rollout)
         assert live
         assert all(1 <= int(number) <= 4 for number in live)
 
@@ -85,11 +83,10 @@ def test_agents() -> None:
 
 def test_a_mixture_of_experts() -> None:
     """Experts whole in replicas, spread in the group. New weights come to both."""
-    schedule = f"{PAT}.policy={{kind:schedule,switch_at:{{4:tp2dp1ep}}}}"
     model = f"actor_rollout_ref.model.path={mixture_chat('olmoe')}"
-    with grpo(schedule, *IN_PLACE, model) as run:
+    with grpo(SCHEDULE, f"{PAT}.experts=ep", *IN_PLACE, model) as run:
         run.succeed()
-        check_steps(run, tolerance=1e-4, long_tail=False, wide="tp2dp1ep")
+        check_steps(run, tolerance=1e-4, long_tail=False)
         run.leaves_nothing()
 
 

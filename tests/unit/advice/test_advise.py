@@ -223,10 +223,10 @@ def test_checkpoint_is_asked_for_its_shape_and_its_tokenizer(tmp_path: Path) -> 
 
 
 def test_engines_of_mixtures(mixture: Advice) -> None:
-    """Static engines have both kinds, and more memory for KV than PAT's."""
+    """Static engines have more memory for KV than PAT's."""
     rollouts = mixture.rollouts
     names = [str(layout) for layout in rollouts.static.layouts]
-    assert names == ["tp1dp4", "tp2dp2", "tp2dp2ep", "tp4dp1", "tp4dp1ep"]
+    assert names == ["tp1dp4", "tp2dp2", "tp4dp1"]
     assert rollouts.static.key["static"] and "static" not in rollouts.profile.key
     assert rollouts.profile.kv_tokens[4] < rollouts.static.kv_tokens[4]
     assert {*rollouts.profile.layouts} <= {*rollouts.static.layouts}
@@ -427,31 +427,34 @@ def test_settings_of_a_class_with_a_tower_are_for_its_text_alone(
 @pytest.mark.parametrize(
     ("layouts", "expected"),
     [
-        ("tp1dp4 tp2dp2 tp2dp2ep tp4dp1 tp4dp1ep", {"layouts": [1, 2, 4], "experts": "both"}),
         ("tp1dp4 tp2dp2 tp4dp1", {"layouts": [1, 2, 4], "experts": "tp"}),
-        ("tp1dp4 tp2dp2ep tp4dp1ep", {"layouts": [1, 2, 4], "experts": "ep"}),
-        ("tp1dp4 tp4dp1 tp4dp1ep", {"layouts": [1, 4], "experts": "both"}),
-        ("tp2dp2 tp4dp1", {"base_tp": 2, "layouts": [2, 4], "experts": "tp"}),
-        ("tp2dp2ep tp4dp1ep", {"base_tp": 2, "layouts": [2, 4], "experts": "ep"}),
+        ("tp1dp4 tp4dp1", {"layouts": [1, 4], "experts": "ep"}),
+        ("tp2dp2 tp4dp1", {"base_tp": 2, "layouts": [2, 4], "experts": "ep"}),
     ],
 )
 def test_options_of_mixtures_name_base_and_kind(
     mixture: Advice, layouts: str, expected: dict[str, Any]
 ) -> None:
     engine = mixture.rollouts.static.model_copy(
-        update={"layouts": tuple(map(Layout.parse, layouts.split()))}
+        update={
+            "layouts": tuple(map(Layout.parse, layouts.split())),
+            "key": {"experts": expected["experts"]},
+        }
     )
     options = pat_options(replace(mixture, rollouts=replace(mixture.rollouts, profile=engine)))
     del options["policy"]
     assert options == {"base_tp": 1, **expected}
 
 
-@pytest.mark.parametrize("name", ["tp2dp2", "tp4dp1ep"])
-def test_static_settings_keep_experts_where_they_were_simulated(mixture: Advice, name: str) -> None:
-    layout = Layout.parse(name)
-    static = replace(mixture, static=Config(layout), gain=Gain(0, 0, 0, 0, 0))
+@pytest.mark.parametrize(("name", "experts"), [("tp2dp2", "tp"), ("tp4dp1", "ep")])
+def test_static_settings_keep_experts_where_they_were_simulated(
+    mixture: Advice, name: str, experts: str
+) -> None:
+    layout, spread = Layout.parse(name), experts == "ep"
+    engine = mixture.rollouts.static.model_copy(update={"key": {"experts": experts}})
+    rollouts = replace(mixture.rollouts, static=engine)
+    static = replace(mixture, rollouts=rollouts, static=Config(layout), gain=Gain(0, 0, 0, 0, 0))
     forms = settings(static, "MODEL", 256)
-    spread = layout.experts == "ep"
     assert arguments_of(forms["LLM"]).get("enable_expert_parallel", False) == spread
     assert ("--enable-expert-parallel" in forms["vllm serve"]) == spread
     assert (f"expert_parallel_size={layout.tp}" in forms["VeRL"]) == spread

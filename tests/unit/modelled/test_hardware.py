@@ -146,13 +146,13 @@ def test_steps_and_switches_in_milliseconds() -> None:
     """As they were modelled when results were published."""
     machine = Machine(ModelSize.of(MODEL_SHAPES["llama-3.1-8b"]), GPUS["H100"])
     shape = ModelSize.of(MODEL_SHAPES["qwen3-30b-a3b"])
-    mixture = Machine(shape, GPUS["H200"])
+    mixture = Machine(shape, GPUS["H200"], experts="ep")
     steps = [
         machine.step(Layout(1, 8), 1, 512, 0),
         machine.step(Layout(4, 2), 64, 64 * 2048, 512, drafts=128, k=4),
         machine.step(Layout(8, 1), 0, 0, 8192),
         machine.switch(Layout(1, 8), Layout(4, 2), 16, 32768, Layout(1, 8)).seconds,
-        mixture.step(Layout(4, 2, "ep"), 64, 64 * 2048, 512),
+        mixture.step(Layout(4, 2), 64, 64 * 2048, 512),
     ]
     assert [1e3 * seconds for seconds in steps] == pytest.approx(
         [6.787073, 10.659744, 65.532184, 34.395019, 10.415376], rel=1e-6

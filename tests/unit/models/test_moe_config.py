@@ -1,9 +1,10 @@
-"""Which layouts a mixture of experts can have, by the sizes of its experts."""
+"""How a mixture's experts can lie, by their sizes."""
 
 from __future__ import annotations
 
 import pytest
 
+from pat_vllm.layout import Experts
 from pat_vllm.models.moe_config import MoEConfig, WantedExperts
 
 QWEN3_30B_A3B = MoEConfig(num_experts=128, intermediate=768)
@@ -13,37 +14,37 @@ NARROW, FEW = MoEConfig(8, intermediate=6), MoEConfig(3, intermediate=64)
 @pytest.mark.parametrize(
     ("mixture", "tps", "wanted", "expected"),
     [
-        (QWEN3_30B_A3B, (4, 1, 2), "auto", "tp1dp4 tp2dp2 tp2dp2ep tp4dp1 tp4dp1ep"),
-        (QWEN3_30B_A3B, (1, 2, 4), "tp", "tp1dp4 tp2dp2 tp4dp1"),
-        (QWEN3_30B_A3B, (1, 2, 4), "ep", "tp1dp4 tp2dp2ep tp4dp1ep"),
-        # One kind above a base layout of several ranks.
-        (QWEN3_30B_A3B, (2, 4), "auto", "tp2dp2 tp4dp1"),
-        (QWEN3_30B_A3B, (2, 4), "ep", "tp2dp2ep tp4dp1ep"),
-        # Only what fits.
-        (NARROW, (1, 2, 4), "auto", "tp1dp4 tp2dp2 tp2dp2ep tp4dp1ep"),
-        (FEW, (1, 2, 4), "auto", "tp1dp4 tp2dp2 tp2dp2ep tp4dp1"),
-        (FEW, (1, 2), "ep", "tp1dp4 tp2dp2ep"),
-        (MoEConfig(4, 64), (1, 4), "ep", "tp1dp4 tp4dp1ep"),
+        (QWEN3_30B_A3B, (4, 1, 2), "auto", "tp"),
+        (QWEN3_30B_A3B, (2, 4), "auto", "tp"),
+        (QWEN3_30B_A3B, (1, 2, 4), "ep", "ep"),
+        (QWEN3_30B_A3B, (2, 4), "ep", "ep"),
+        # Cut where all layouts can, else spread.
+        (NARROW, (1, 2), "auto", "tp"),
+        (NARROW, (1, 2, 4), "auto", "ep"),
+        (NARROW, (2, 4), "auto", "ep"),
+        (FEW, (1, 2, 4), "auto", "tp"),
+        (FEW, (1, 2), "ep", "ep"),
+        (MoEConfig(4, 64), (1, 4), "ep", "ep"),
     ],
 )
-def test_layouts(
-    mixture: MoEConfig, tps: tuple[int, ...], wanted: WantedExperts, expected: str
+def test_resolved(
+    mixture: MoEConfig, tps: tuple[int, ...], wanted: WantedExperts, expected: Experts
 ) -> None:
-    assert " ".join(map(str, mixture.layouts(tps, 4, wanted))) == expected
+    assert mixture.resolve(wanted, tps) == expected
 
 
 @pytest.mark.parametrize(
     ("mixture", "tps", "wanted", "reason"),
     [
-        (NARROW, (1, 4), "tp", "width 6 cannot be cut 4 ways"),
-        (FEW, (1, 4), "ep", "3 experts cannot be spread over 4 ranks"),
-        (MoEConfig(3, 6), (1, 4), "auto", "width 6 .*; 3 experts cannot"),
-        (NARROW, (2, 4), "auto", "width 6 cannot be cut 4 ways"),
-        (MoEConfig(10, 64), (2, 4), "ep", "10 experts do not divide .*base_tp=2"),
+        (NARROW, (1, 2, 4), "tp", "tp=4: experts of width 6 cannot be cut 4 ways"),
+        (FEW, (1, 2, 4), "ep", "tp=4: 3 experts cannot be spread over 4 ranks"),
+        (MoEConfig(3, 6), (1, 4), "auto", "tp=4: .* width 6 .*; layout tp=4: 3 experts cannot"),
+        (MoEConfig(10, 6), (2, 4), "auto", "tp=4: .* width 6 .*; layout tp=4: 10 experts do not"),
+        (MoEConfig(10, 64), (2, 4), "ep", "tp=4: 10 experts do not divide .*base_tp=2"),
     ],
 )
 def test_what_does_not_fit_is_named(
     mixture: MoEConfig, tps: tuple[int, ...], wanted: WantedExperts, reason: str
 ) -> None:
-    with pytest.raises(ValueError, match=f"tp=4 with pat.experts='{wanted}': .*{reason}"):
-        mixture.layouts(tps, 4, wanted)
+    with pytest.raises(ValueError, match=f"pat.experts='{wanted}': layout {reason}"):
+        mixture.resolve(wanted, tps)

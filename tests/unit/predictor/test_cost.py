@@ -114,10 +114,6 @@ def test_rates_measured_at_start_decide_without_a_profile() -> None:
     assert model.choose(100, FOUR, ONE, num_seqs=4) == "recompute"
     assert model.choose(100, ONE, FOUR, num_seqs=400) == "recompute"  # 5e-5 s, in the one there is
     assert CostModel().choose(100, FOUR, ONE, 4) == "migrate", "nothing is known"
-    # Between layouts of one tp all KV stays where it is.
-    model, whole = CostModel("recompute", *rates), replace(TWO, experts="ep")
-    assert model.choose(100, TWO, whole, 4) == "migrate"
-    assert model.seconds(TWO, whole, 4, 4000) == 0
 
 
 def test_from_which_chance_on_a_cached_prefix_is_carried() -> None:

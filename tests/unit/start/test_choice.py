@@ -107,15 +107,12 @@ def test_what_is_named_is_kept() -> None:
         chosen("qwen3-14b", A40, {"policy": {"kind": "static", "tp": 3}})
 
 
-def test_one_kind_of_experts_unless_both_are_asked_for() -> None:
-    def kinds(pat: dict[str, Any], ranks: int = 4) -> set[str]:
-        layouts = chosen("qwen3-30b-a3b", H200, pat, ranks).layouts
-        return {layout.experts for layout in layouts if layout.tp > 1}
+def test_experts_are_cut_where_they_can_be_and_as_asked_for() -> None:
+    def kind(pat: dict[str, Any]) -> str | None:
+        return chosen("qwen3-30b-a3b", H200, pat, 4).experts
 
-    assert kinds({}) == {"tp"} and kinds({"experts": "ep"}) == {"ep"}
-    both = {"experts": "both", "base_tp": 1}
-    assert kinds(both) == kinds({"policy": {"kind": "static", "tp": "tp4dp1ep"}, "base_tp": 1})
-    assert kinds(both) == {"tp", "ep"}
+    assert kind({}) == "tp" and kind({"experts": "ep"}) == "ep"
+    assert "experts" not in chosen("qwen3-14b", H200, ranks=4).options
     odd = {**MODEL_SHAPES["qwen3-30b-a3b"], "moe_intermediate_size": 762}
     assert chosen(odd, H200, ranks=4).experts == "ep"
 

@@ -19,12 +19,11 @@ from pat_vllm.advice.rollouts import modelled_engine, rollouts_of
 from pat_vllm.config import PATConfig
 from pat_vllm.doctor.arithmetic import check_memory, engine_shape
 from pat_vllm.kv_transfer.plan import ROUNDS
-from pat_vllm.layout import Layout
+from pat_vllm.layout import Experts, Layout
 from pat_vllm.modelled.hardware import modelled_profile
 from pat_vllm.models.checkpoint import named_config
 from pat_vllm.models.known_models import MODEL_SHAPES
 from pat_vllm.models.model_size import ModelSize
-from pat_vllm.models.moe_config import MoEConfig, WantedExperts
 from pat_vllm.profile import Profile
 from pat_vllm.start.buffers import EngineShape, all_buffers, runner_buffers
 from pat_vllm.start.gpus import GPUS, Device
@@ -42,7 +41,6 @@ from pat_vllm.start.memory_estimate import (
 
 GB = 10**9
 LAYOUTS = tuple(Layout.of(tp, 8) for tp in (1, 2, 4, 8))
-BOTH_KINDS = MoEConfig(128, 768).layouts((1, 2, 4, 8), 8, "auto")
 H100 = GPUS["H100"].device
 
 LLAMA_8B, QWEN3_30B_A3B, QWEN3_32B = (
@@ -289,15 +287,12 @@ def test_what_the_kv_cache_loses(model: ModelSize, base_tp: int) -> None:
     assert 0 <= own <= grown < 0.11 and stock.kv > engine.kv > most.kv
 
 
-def test_a_mixture_shares_its_workspace_and_the_groups_of_a_tp() -> None:
-    engine = EngineShape(BOTH_KINDS, pat=AS_GIVEN)
+@pytest.mark.parametrize("kind", ["tp", "ep"])
+def test_the_layouts_of_a_mixture_share_its_workspace(kind: Experts) -> None:
+    engine = EngineShape(LAYOUTS, pat=AS_GIVEN, experts=kind)
     base, *others = all_buffers(QWEN3_30B_A3B, engine)
     assert 2 * 8192 * 8 * 2048 * 2 in [buffer.device for buffer in base if buffer.shared]
     assert not any(buffer.shared for buffers in others for buffer in buffers)
-    memory = estimate(QWEN3_30B_A3B, engine, GPUS["H200"].device)
-    narrow = sum(communicator_bytes(tp, H100) for tp in (2, 4))
-    flashinfer = sum(flashinfer_bytes(tp, H100) for tp in (2, 4, 8))
-    assert memory.communicators == narrow + flashinfer + exchange_bytes(8)
 
 
 def test_what_only_several_gpus_have() -> None:
@@ -390,9 +385,8 @@ def test_simulator_advise_and_doctor_grant_what_an_engine_has(
             continue
         if profile.layouts == rollouts.profile.layouts:
             assert rollouts.profile.kv_tokens == profile.kv_tokens
-        config, sizes = MODEL_SHAPES[name], list({layout.tp for layout in profile.layouts})
-        kinds: WantedExperts = "both" if base == 1 and model.experts else "auto"
-        options = PATConfig(base_tp=base, layouts=tuple(sizes), experts=kinds)
+        config, sizes = MODEL_SHAPES[name], [layout.tp for layout in profile.layouts]
+        options = PATConfig(base_tp=base, layouts=tuple(sizes))
         given = {"max_model_len": 32768}
         shape, _ = engine_shape(config, options, 8, given, GPUS[gpu].device)
         assert shape.layouts == profile.layouts
@@ -414,7 +408,7 @@ def test_static_engines_have_more_kv_than_pats(name: str) -> None:
     assert ours.layouts == alone.layouts and alone.key["static"] and "static" not in ours.key
     kv_heads, base = ModelSize.of(MODEL_SHAPES[name]).kv_heads, ours.layouts[0].tp
     assert base == (2 if name == "qwen3-next-80b-a3b" else 1), "where the weights fit"
-    for tp in {layout.tp for layout in ours.layouts}:
+    for tp in (layout.tp for layout in ours.layouts):
         more = min(tp, kv_heads) / min(base, kv_heads)
         assert ours.kv_tokens[tp] == pytest.approx(more * ours.kv_tokens[base], rel=1e-3)
         assert ours.kv_tokens[tp] < alone.kv_tokens[tp]

@@ -134,7 +134,7 @@ def test_the_first_rank_adds_what_all_add_once(tp: int, size: int) -> None:
     assert all_rows(partition, tp) == Counter(range(size)) + Counter({PADDING: (tp - 1) * size})
     cut = Cut(partition, "tp")
     assert [cut.nested(Layout.of(n, 4).place_of(3)) for n in (1, 2)] == [True, False]
-    assert cut.nested(Layout.of(2, 4, "ep").place_of(3)), "whole experts have whole biases"
+    assert cut.nested(Layout.of(2, 4).place_of(3, "ep")), "whole experts have whole biases"
 
 
 @given(cuts(), st.integers(1, 3))
@@ -150,8 +150,9 @@ def test_a_rank_has_its_shard_of_a_wider_layout(cut: tuple[Partition, int, int],
 
 
 @st.composite
-def fused_experts(draw: st.DrawFn) -> tuple[tuple[Cut, Cut], Layout, Layout]:
-    """How experts are cut, and two layouts of which the first has all that the second needs."""
+def fused_experts(draw: st.DrawFn) -> tuple[tuple[Cut, Cut], Layout, Layout, Experts]:
+    """How experts are cut, and two layouts of which the first has all that the second needs; how
+    the experts lie in both."""
     base_tp, wider = draw(st.sampled_from([1, 1, 2, 3])), draw(st.sampled_from([1, 2, 4]))
     tp = base_tp * wider
     kind: Experts = draw(st.sampled_from(["tp", "ep"]))
@@ -159,31 +160,30 @@ def fused_experts(draw: st.DrawFn) -> tuple[tuple[Cut, Cut], Layout, Layout]:
     experts = draw(st.integers(tp, 20)) if base_tp == 1 else tp * draw(st.integers(1, 4))
     sizes = (tp * draw(st.integers(1, 3)),) * draw(st.integers(1, 2))
     cuts = Cut(ExpertPartition(experts), "ep"), Cut(EvenPartition(sizes, dim=1), "tp")
-    base, layout = (Layout.of(size, ranks, kind if size > 1 else "tp") for size in (base_tp, tp))
-    return cuts, base, layout
+    return cuts, Layout.of(base_tp, ranks), Layout.of(tp, ranks), kind
 
 
 @given(fused_experts())
 def test_a_group_has_every_row_of_every_expert_once_and_a_rank_those_of_a_wider_layout(
-    case: tuple[tuple[Cut, Cut], Layout, Layout],
+    case: tuple[tuple[Cut, Cut], Layout, Layout, Experts],
 ) -> None:
-    cuts, base, layout = case
+    cuts, base, layout, kind = case
     everything = [rows_of(cut.shard(Layout(1, 1).place_of(0))) for cut in cuts]
     spread = Counter(
         row
         for rank in layout.ranks_of(0)
-        for row in product(*(rows_of(cut.shard(layout.place_of(rank))) for cut in cuts))
+        for row in product(*(rows_of(cut.shard(layout.place_of(rank, kind))) for cut in cuts))
     )
     assert spread == Counter(product(*everything))
     # Experts are whole, or every rank has all of them.
-    experts, rows = (cut.shard(layout.place_of(0)).size for cut in cuts)
-    if layout.experts == "ep":
+    experts, rows = (cut.shard(layout.place_of(0, kind)).size for cut in cuts)
+    if kind == "ep":
         assert (experts, rows) == (-(-len(everything[0]) // layout.tp), len(everything[1]))
     else:
         assert (experts, rows) == (len(everything[0]), len(everything[1]) // layout.tp)
     for rank in range(layout.world_size):
         for cut in cuts:
-            target, source = (cut.shard(side.place_of(rank)) for side in (layout, base))
+            target, source = (cut.shard(side.place_of(rank, kind)) for side in (layout, base))
             pieces = pieces_of(target, source)
             assert cut.dim or len(pieces) == 1, "a range of experts is a view"
             assert built(pieces, target.size, rows_of(source)) == rows_of(target)

@@ -20,12 +20,9 @@ from pat_vllm.layout import Layout
 from pat_vllm.predictor.policy import Policy
 from pat_vllm.reporting import SwitchReport
 from pat_vllm.scheduler import block_pools, layout_controller, monitor, switch_plan
-from pat_vllm.scheduler import switch as switch_module
-from pat_vllm.scheduler.in_place import keeps_places
 from pat_vllm.scheduler.scheduler import PATScheduler
 from pat_vllm.scheduler.stats import mean_of_gpus, merge_outputs, merge_stats
 from pat_vllm.scheduler.switch import PlanningFailed
-from tests.support.kinds import full
 from tests.vllm.without_workers import (
     EXECUTOR,
     answer,
@@ -292,7 +289,7 @@ def test_a_failed_hand_over_fails_the_engine(
 ) -> None:
     failed: list[Exception] = []
     monkeypatch.setattr(EXECUTOR, "fail", failed.append, raising=False)
-    monkeypatch.setattr(switch_plan.Carry, "hand_over", no_plan)
+    monkeypatch.setattr(switch_plan.SwitchPlan, "hand_over", no_plan)
     add(scheduler, 4)
     step(scheduler)
     with pytest.raises(RuntimeError, match="no plan today"):
@@ -424,48 +421,6 @@ def test_a_paused_engine_keeps_its_layout(scheduler: Any, monkeypatch: pytest.Mo
         scheduler.set_pause_state(state)
         step(scheduler)
         assert scheduler.replica_set.layout == layout
-
-
-# -------------------------------------------------------------------- layouts of one tp
-
-
-def test_requests_keep_their_blocks_between_layouts_of_one_tp(scheduler: Any) -> None:
-    """The next step tells the other layout's workers of all of them, as of resumed ones."""
-    add(scheduler, 4)
-    step(scheduler)
-    active = scheduler.replica_set
-    names = {f"r{i}" for i in range(4)}
-    before = {name: state[4] for name, state in request_states(scheduler).items()}
-    replicas, report = switch_module.switch(
-        active, Layout(8, 1, "ep"), scheduler.controller.costs, switch_id=1, reason="forced"
-    )
-    assert replicas is active.replicas
-    assert (report.num_seqs, report.migrated, report.recomputed) == (4, 4, 0)
-    assert {name: state[4] for name, state in request_states(scheduler).items()} == before
-    (output,) = active.schedule(False).steps.values()
-    assert output.num_scheduled_tokens == dict.fromkeys(names, 1)
-    cached = output.scheduled_cached_reqs
-    assert cached.resumed_req_ids == names == cached.all_token_ids.keys()
-
-
-@pytest.mark.parametrize(("tp", "free", "kept"), [(2, 5, True), (2, 4, False), (4, 99, False)])
-def test_requests_stay_where_there_are_blocks_for_the_next_step(
-    tp: int, free: int, kept: bool
-) -> None:
-    """Of a prompt, for all that is left of it, and for drafts."""
-    request_of_prompt = SimpleNamespace(num_tokens=70, num_computed_tokens=10)
-    decoding = SimpleNamespace(num_tokens=17, num_computed_tokens=16)
-    played: Any = SimpleNamespace(
-        num_lookahead_tokens=0,
-        num_spec_tokens=2,
-        block_size=32,
-        running=[request_of_prompt, decoding],
-        kv_cache_manager=SimpleNamespace(
-            block_pool=SimpleNamespace(get_num_free_blocks=lambda: free)
-        ),
-    )
-    replica: Any = SimpleNamespace(scheduler=played, kinds=full(8))
-    assert keeps_places(Layout(2, 4), Layout(tp, 8 // tp, "ep"), [replica]) == kept
 
 
 # -------------------------------------------------------------------- reports

@@ -216,15 +216,6 @@ def written(lengths: DraftLengths, layout: Layout, active: list[Any]) -> list[in
     return table
 
 
-def test_draft_lengths_of_a_layout_with_the_same_replicas() -> None:
-    """As after a switch between cut and spread experts."""
-    spread = Layout(2, 1, "ep")
-    of_policy: dict[Layout, Schedule] = {TWO: ((1, 1, 0),), spread: ((1, 1, 2),)}
-    lengths, single = DraftLengths(config(), KEPT, lambda: of_policy), replicas(1)
-    assert written(lengths, TWO, single) == [0] * 7
-    assert written(lengths, spread, single) == [0] + [2] * 6
-
-
 def test_draft_lengths_through_requests_switches_and_ends_of_work() -> None:
     of_policy: dict[Layout, Schedule] = {TWO: ((1, 1, 1),)}
     lengths = DraftLengths(config(), KEPT, lambda: of_policy)

@@ -171,15 +171,15 @@ def draft_lengths(length: int) -> dict[str, Any]:
 
 
 EIGHT_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
-SPREAD = {"kind": "static", "tp": "tp4dp1ep"}
-SPREAD_FROM_TWO = pat(base_tp=2, weights="inplace", experts="tp", policy=SPREAD)
 # What does not go with the model or with other options, or is not on the disk; its message's words.
 UNSUITABLE: list[tuple[str, dict[str, Any], list[str]]] = [
     # vLLM packs experts for its CPU kernels, which run cut ones only.
     ("mixtral", pat(experts="ep"),
      ["pat.experts", "'ep'", "pat.weights='inplace'", "pat.experts='tp'"]),
-    ("mixtral", dict(tensor_parallel_size=4, hf_overrides=EIGHT_HEADS, **SPREAD_FROM_TWO),
-     ["tp4dp1ep", "pat.base_tp=2", "pat.experts"]),
+    ("mixtral", dict(tensor_parallel_size=8, hf_overrides=EIGHT_HEADS,
+                     **pat(experts="ep", weights="inplace", layouts=[8])),
+     ["pat.experts='ep'", "4 experts cannot be spread over 8 ranks", "pat.layouts"]),
+    ("llama", pat(experts="ep"), ["pat.experts is 'ep'", "no experts", "'auto'"]),
     ("llama", dict(speculative_config=NGRAM, **draft_lengths(7)),
      ["num_speculative_tokens", "7 for tp=2", "[0, 1, 2, 3]"]),
     ("llama", draft_lengths(2), ["pat.policy.num_speculative_tokens", "no speculative_config"]),

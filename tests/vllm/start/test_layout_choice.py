@@ -124,9 +124,7 @@ def test_it_is_chosen_once(monkeypatch: pytest.MonkeyPatch, lines: list[str]) ->
         ("qwen3", {"policy": {"kind": "static", "tp": 1}}, "tp1dp4"),
         ("qwen3", {"policy": {"kind": "schedule", "switch_at": {4: 4}}}, "tp4dp1"),
         ("qwen3", {"state_dir": "state"}, "tp4dp1"),
-        ("qwen3_moe", {"experts": "both"}, "tp4dp1"),
-        ("qwen3_moe", {"experts": "both", "policy": {"kind": "static", "tp": 1}}, "tp1dp4"),
-        ("qwen3_moe", {"policy": {"kind": "static", "tp": "tp4dp1ep"}}, "tp4dp1ep"),
+        ("qwen3_moe", {"experts": "ep", "weights": "inplace"}, "tp4dp1"),
     ],
     ids=str,
 )

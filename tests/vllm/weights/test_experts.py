@@ -43,9 +43,8 @@ from tests.vllm.weights.test_weights import (
 RANKS = 4
 HIDDEN, INTERMEDIATE = 32, 64
 KINDS: tuple[Experts, ...] = ("tp", "ep")
-ONE = Layout.of(1, RANKS)
-WIDER = [Layout.of(tp, RANKS, kind) for tp in (2, 4) for kind in KINDS]
-LAYOUTS = [ONE, *WIDER]
+LAYOUTS = ONE, *WIDER = [Layout.of(tp, RANKS) for tp in (1, 2, 4)]
+every_kind = pytest.mark.parametrize("kind", KINDS)
 MODELS = [
     *("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "glm4_moe", "gpt_oss", "qwen3_next"),
     *("deepseek_v2", "deepseek_v3"),
@@ -110,49 +109,45 @@ def test_spread_experts_lie_where_vllm_maps_them(experts: int) -> None:
             assert placed[own].tolist() == list(range(count))
 
 
-def check_walks(experts: int, layouts: Sequence[Layout], rank: int) -> None:
-    rng = random.Random(f"{experts} {rank}")
-    expected = {layout: loaded(layout.place_of(rank), experts) for layout in layouts}
-    base = loaded(layouts[0].place_of(rank), experts)
-    models = {layout: empty(layout.place_of(rank), experts) for layout in layouts[1:]}
-    check_walk(base, models, expected, rank, rng)
-    for model in (base, *models.values()):
-        assert all(weight.current.stride(-1) == 1 for weight in model_weights(model))
-
-
-@pytest.mark.parametrize("experts", [8, 6, 5])
-def test_layouts_of_both_kinds_in_one_storage(experts: int) -> None:
+@every_kind
+@pytest.mark.parametrize(
+    ("experts", "layouts"), [(8, LAYOUTS), (6, LAYOUTS), (5, LAYOUTS), (8, WIDER)]
+)
+def test_layouts_in_one_storage(experts: int, layouts: Sequence[Layout], kind: Experts) -> None:
     for rank in range(RANKS):
-        check_walks(experts, LAYOUTS, rank)
+        places = {layout: layout.place_of(rank, kind) for layout in layouts}
+        expected = {layout: loaded(place, experts) for layout, place in places.items()}
+        base = loaded(places[layouts[0]], experts)
+        models = {layout: empty(places[layout], experts) for layout in layouts[1:]}
+        check_walk(base, models, expected, rank, random.Random(f"{experts} {rank}"), kind)
+        for model in (base, *models.values()):
+            assert all(weight.current.stride(-1) == 1 for weight in model_weights(model))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_base_layout_of_two_ranks(kind: Experts) -> None:
-    for rank in range(RANKS):
-        check_walks(8, [Layout.of(tp, RANKS, kind) for tp in (2, 4)], rank)
-
-
+@every_kind
 @pytest.mark.parametrize(("experts", "fused"), [(8, True), (5, False)])
-def test_copies_are_what_vllm_loads(experts: int, fused: bool) -> None:
+def test_copies_are_what_vllm_loads(experts: int, fused: bool, kind: Experts) -> None:
     for layout in WIDER:
         for rank in range(RANKS):
-            model = empty(layout.place_of(rank), experts)
+            place = layout.place_of(rank, kind)
+            model = empty(place, experts)
             derive(loaded(ONE.place_of(rank), experts, fused), model)
-            assert_same_weights(model, loaded(layout.place_of(rank), experts))
+            assert_same_weights(model, loaded(place, experts))
 
 
-def test_new_weights_reach_every_layout() -> None:
+@every_kind
+def test_new_weights_reach_every_layout(kind: Experts) -> None:
     rank = 2
     base = loaded(ONE.place_of(rank))
-    models = [empty(layout.place_of(rank)) for layout in WIDER]
-    strategy = shared(base, models, LAYOUTS, rank)
+    models = [empty(layout.place_of(rank, kind)) for layout in WIDER]
+    strategy = shared(base, models, LAYOUTS, rank, kind)
     strategy.arrange(WIDER[0])
     strategy.arrange(ONE)
     scaled(base, 3)
     strategy.refresh(base, models)
     for layout, model in zip(WIDER, models, strict=True):
         strategy.arrange(layout)
-        assert_same_weights(model, scaled(loaded(layout.place_of(rank)), 3))
+        assert_same_weights(model, scaled(loaded(layout.place_of(rank, kind)), 3))
 
 
 # -------------------------------------------------------------------- what runs them
@@ -171,7 +166,8 @@ def tokens(hidden: int = HIDDEN) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     return torch.randn((20, hidden), generator=generator), weights, ids.to(torch.int32)
 
 
-def test_views_run_as_vllms_own_experts() -> None:
+@every_kind
+def test_views_run_as_vllms_own_experts(kind: Experts) -> None:
     """The ranks' outputs add up to what vLLM's packed experts give for all of them."""
     stock = loaded(ONE.place_of(0))
     routed(stock).quant_method.process_weights_after_loading(routed(stock))
@@ -179,18 +175,21 @@ def test_views_run_as_vllms_own_experts() -> None:
     for layout in WIDER:
         total = torch.zeros_like(expected)
         for rank in layout.ranks_of(0):
-            model = empty(layout.place_of(rank))
-            strategy = shared(loaded(ONE.place_of(rank)), [model], [ONE, layout], rank)
+            model = empty(layout.place_of(rank, kind))
+            strategy = shared(loaded(ONE.place_of(rank)), [model], [ONE, layout], rank, kind)
             strategy.arrange(layout)
             total += outputs(model, *tokens())
         torch.testing.assert_close(total, expected)
 
 
-def test_on_a_gpu_vllm_makes_no_copy_of_views(monkeypatch: pytest.MonkeyPatch) -> None:
+@every_kind
+def test_on_a_gpu_vllm_makes_no_copy_of_views(
+    kind: Experts, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its method for experts looks at no platform where weights need no packing but CPU's."""
     base = loaded(ONE.place_of(1))
-    models = [empty(layout.place_of(1)) for layout in WIDER]
-    strategy = InPlaceShards(LAYOUTS, rank=1)
+    models = [empty(layout.place_of(1, kind)) for layout in WIDER]
+    strategy = InPlaceShards(LAYOUTS, rank=1, experts=kind)
     with monkeypatch.context() as patch:
         patch.setattr(current_platform, "is_cpu", lambda: False)
         strategy.capture(base)
@@ -293,20 +292,22 @@ def test_unknown_loaders_and_joined_gates_are_refused() -> None:
 # -------------------------------------------------------------------- whole models
 
 
+@every_kind
 @pytest.mark.parametrize("name", MODELS)
-def test_a_whole_model(name: str) -> None:
+def test_a_whole_model(name: str, kind: Experts) -> None:
     """Adding a class of models with experts is a line here, if its layers are known."""
-    check_whole_model(name, LAYOUTS, rank=3)
+    check_whole_model(name, LAYOUTS, 3, kind)
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-@pytest.mark.parametrize("kind", KINDS)
+@every_kind
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
 def test_a_whole_model_from_half_of_it(name: str, kind: Experts, rank: int) -> None:
-    check_whole_model(name, [Layout.of(tp, RANKS, kind) for tp in (2, 4)], rank)
+    check_whole_model(name, WIDER, rank, kind)
 
 
-def test_experts_with_biases() -> None:
+@every_kind
+def test_experts_with_biases(kind: Experts) -> None:
     """Those of gpt-oss, as views and with new weights: in every layout what vLLM gives for them."""
     old, new = (
         vllm_config_for(random_model(name), tp=1) for name in ("gpt_oss", "gpt_oss_updated")
@@ -322,15 +323,15 @@ def test_experts_with_biases() -> None:
     totals = dict.fromkeys(WIDER, torch.zeros_like(expected))
     for rank in range(RANKS):
         base: Any = load(old, ONE.place_of(rank), old.load_config)
-        models = [build(old, layout.place_of(rank)) for layout in WIDER]
-        strategy = shared(base, models, LAYOUTS, rank)
+        models = [build(old, layout.place_of(rank, kind)) for layout in WIDER]
+        strategy = shared(base, models, LAYOUTS, rank, kind)
         with in_place(ONE.place_of(rank), old.parallel_config):
             checkpoint = load_file(Path(new.model_config.model) / "model.safetensors")
             base.load_weights(checkpoint.items())
         strategy.refresh(base, models)
         for layout, model in zip(WIDER, models, strict=True):
             strategy.arrange(layout)
-            assert_same_weights(model, load(new, layout.place_of(rank), new.load_config))
+            assert_same_weights(model, load(new, layout.place_of(rank, kind), new.load_config))
             if rank in layout.ranks_of(0):
                 totals[layout] = totals[layout] + outputs(experts_of(model), x, weights, ids)
     for total in totals.values():

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from pat_vllm.layout import Layout
+from pat_vllm.layout import Experts, Layout
 from pat_vllm.weights.inplace import InPlaceShards
 from pat_vllm.weights.model_weights import model_weights
 from tests.vllm.weights.test_weights import (
@@ -37,10 +37,11 @@ def check_walk(
     expected: Mapping[Layout, nn.Module],
     rank: int,
     rng: random.Random,
+    experts: Experts = "tp",
 ) -> None:
     """A random walk over layouts that share one storage, the base layout first; the way back."""
     layouts = list(expected)
-    strategy = shared(base, wider.values(), layouts, rank)
+    strategy = shared(base, wider.values(), layouts, rank, experts)
     models = {layouts[0]: base, **wider}
     places = {layout: addresses(model) for layout, model in models.items()}
     for layout in [*layouts, *rng.choices(layouts, k=12), layouts[0]]:

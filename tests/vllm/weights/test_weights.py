@@ -42,7 +42,7 @@ from vllm.model_executor.model_loader import get_model, get_model_loader
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-from pat_vllm.layout import Layout, Place
+from pat_vllm.layout import Experts, Layout, Place
 from pat_vllm.patches.weights import keep_plain_weights
 from pat_vllm.start.setup import Setup
 from pat_vllm.weights.inplace import InPlaceShards
@@ -414,10 +414,14 @@ def storages(model: nn.Module) -> set[int]:
 
 
 def shared(
-    base: nn.Module, models: Iterable[nn.Module], layouts: Sequence[Layout], rank: int
+    base: nn.Module,
+    models: Iterable[nn.Module],
+    layouts: Sequence[Layout],
+    rank: int,
+    experts: Experts = "tp",
 ) -> InPlaceShards:
     """One storage, with the models of other layouts than the first filled."""
-    strategy = InPlaceShards(layouts, rank)
+    strategy = InPlaceShards(layouts, rank, experts)
     strategy.check(base)
     strategy.capture(base)
     for model in models:
@@ -426,7 +430,9 @@ def shared(
     return strategy
 
 
-def check_whole_model(name: str, layouts: Sequence[Layout], rank: int) -> None:
+def check_whole_model(
+    name: str, layouts: Sequence[Layout], rank: int, experts: Experts = "tp"
+) -> None:
     """Copies, and views through a walk over all layouts, are what vLLM loads in each."""
     text_only = vision.TEXT_ONLY if name in vision.CLASSES else {}
     vllm_config = vllm_config_for(random_model(name), tp=1, **text_only)
@@ -434,12 +440,12 @@ def check_whole_model(name: str, layouts: Sequence[Layout], rank: int) -> None:
     first, *wider = layouts
 
     def loaded_at(layout: Layout) -> nn.Module:
-        return load(vllm_config, layout.place_of(rank), user)
+        return load(vllm_config, layout.place_of(rank, experts), user)
 
     expected = {layout: loaded_at(layout) for layout in layouts}
     base = loaded_at(first)
     for layout in wider:
-        model: Any = build(vllm_config, layout.place_of(rank))
+        model: Any = build(vllm_config, layout.place_of(rank, experts))
         derive(base, model)
         assert_same_weights(model, expected[layout])
         if name == "qwen3_tied":
@@ -447,10 +453,10 @@ def check_whole_model(name: str, layouts: Sequence[Layout], rank: int) -> None:
 
     models = {}
     for layout in wider:
-        with InPlaceShards(layouts, rank).building():
-            models[layout] = build(vllm_config, layout.place_of(rank))
+        with InPlaceShards(layouts, rank, experts).building():
+            models[layout] = build(vllm_config, layout.place_of(rank, experts))
         assert all(weight.untyped_storage().nbytes() == 0 for weight in models[layout].parameters())
-    strategy = shared(base, models.values(), layouts, rank)
+    strategy = shared(base, models.values(), layouts, rank, experts)
     models[first] = base
     for layout in [*wider, first, *reversed(wider), first]:
         strategy.arrange(layout)

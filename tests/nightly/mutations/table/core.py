@@ -9,12 +9,12 @@ from tests.nightly.mutations.mutation import mutations
 MUTATIONS = mutations({
     "tests/vllm/scheduler/test_limits.py": [
         ("a switch loses requests that wait with their KV", "scheduler.switch:_carried", "*scheduler.kv_holding_waiting, ", ""),
-        ("new schedulers are not told of the KV that has arrived", "scheduler.switch_plan:Carry.hand_over", "finished_recving=set(admission.blocks)", "finished_recving=set()"),
+        ("new schedulers are not told of the KV that has arrived", "scheduler.switch_plan:SwitchPlan.hand_over", "finished_recving=set(admission.blocks)", "finished_recving=set()"),
         ("bitmasks have the engine's size", "patches.schedulers:make_room_for_grammars", "config.scheduler_config.max_num_seqs = max_num_seqs", "pass"),
     ],
     "tests/vllm/scheduler/test_speculation.py": [
         ("carried requests are new ones to their workers", "scheduler.switch_plan:_rewind", "request.num_preemptions += 1", "pass"),
-        ("a failed plan loses drafts", "scheduler.switch:_Undo.apply", "self.request.spec_token_ids = self.spec_token_ids", "pass"),
+        ("a failed plan loses drafts", "scheduler.switch:_plan", "in fields.items():", "in [*fields.items()][:-1]:"),
         ("accepted tokens are dropped at a switch", "scheduler.replica_set:ReplicaSet.drain", "self.finish(self.executor.finished(wait_for_all=True))", "results = self.executor.finished(wait_for_all=True)\n            [one.output.sampled_token_ids.__setitem__(slice(None), [t[:1] for t in one.output.sampled_token_ids]) for one in results]\n            self.finish(results)"),
         ("drafts come to another replica", "scheduler.replica_set:ReplicaSet.finish", "self._collect(replica.finish(result.output, result.drafts))", "self._collect(replica.finish(result.output, None))\n            if result.drafts is not None:\n                self.replicas[result.replica - 1].scheduler.update_draft_token_ids(result.drafts)"),
         ("workers do not hear what has ended", "scheduler.replica:is_empty_step", "        or step.finished_req_ids\n", ""),
@@ -25,7 +25,7 @@ MUTATIONS = mutations({
     ],
     "tests/vllm/scheduler/test_scheduler.py": [
         ("the policy switches a paused engine", "scheduler.layout_controller:LayoutController._follow_policy", " or active.pause_state != PauseState.UNPAUSED", ""),
-        ("a failed plan leaves requests preempted", "scheduler.switch:_plan", "            saved.apply()", "            pass"),
+        ("a failed plan leaves requests preempted", "scheduler.switch:_plan", "setattr(request, name, value)", "pass"),
         ("steps are drained before a switch is refused", "scheduler.switch:switch", "    _check(active)\n\n    # 2. Quiesce.\n    active.drain()\n", "    active.drain()\n    _check(active)\n"),
         ("the word that ends a session is not noticed", "scheduler.replica_set:ReplicaSet.add", "self._ended(request.request_id, FinishReason.ABORT)", "pass"),
         ("streaming-input sessions are carried", "scheduler.switch:_check", "request.resumable or ", ""),

@@ -9,7 +9,7 @@ from tests.nightly.mutations.mutation import mutations
 MUTATIONS = mutations({
     "tests/gpuless/test_collectives.py::test_all_ranks_make_the_same_calls_on_their_devices[4]": [
         ("devices in the order of ranks", "worker.worker:PATWorkerMixin._devices_of_group", "device_of(rank, ranks) for", "rank for"),
-        ("a rank makes its groups in another order", "worker.worker:PATWorkerMixin.init_device", "for layout in layouts\n", "for layout in layouts[:: -1 if self.rank == 1 else 1]\n"),
+        ("a rank makes its groups in another order", "worker.worker:PATWorkerMixin.init_device", "dist_backend)\n                for layout in layouts\n", "dist_backend)\n                for layout in layouts[:: -1 if self.rank == 1 else 1]\n"),
         ("groups are made by their members only", "worker.runtime:make_tp_group", "in range(layout.replicas)", "in [torch.distributed.get_rank() % layout.replicas]"),
         ("a layout keeps the workspace of another", "patches.groups:_change_workspaces", "vars(module).update(", "dict().update("),
     ],

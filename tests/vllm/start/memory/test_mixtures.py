@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,13 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
 
+from pat_vllm.layout import Experts
 from pat_vllm.models.known_models import MODEL_SHAPES
 from pat_vllm.models.layer_sizes import ExpertSizes
 from pat_vllm.models.model_size import ModelSize
 from pat_vllm.models.moe_config import MoEConfig
 from tests.support.models import random_model
-from tests.vllm.weights.test_experts import LAYOUTS, MODELS
+from tests.vllm.weights.test_experts import KINDS, LAYOUTS, MODELS
 from tests.vllm.weights.test_weights import build, vllm_config_for
 
 QWEN3 = MODEL_SHAPES["qwen3-30b-a3b"]
@@ -46,33 +48,32 @@ def parameter_bytes(model: nn.Module) -> int:
     return sum(sizes.values())
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", MODELS)
-def test_weights_are_those_that_vllm_makes(name: str) -> None:
+def test_weights_are_those_that_vllm_makes(name: str, kind: Experts) -> None:
     """The most that a rank of a layout has, to 1%: norms are left out."""
     shape = ModelSize.of(config_of(name), dtype_bytes=4)
     vllm_config = vllm_config_for(random_model(name), tp=1)
     for layout in LAYOUTS:
         sizes = [
-            parameter_bytes(build(vllm_config, layout.place_of(rank)))
+            parameter_bytes(build(vllm_config, layout.place_of(rank, kind)))
             for rank in layout.ranks_of(0)
         ]
-        estimated = shape.weight_bytes(layout.tp, layout.experts == "ep")
+        estimated = shape.weight_bytes(layout.tp, kind == "ep")
         assert max(sizes) == pytest.approx(estimated, rel=0.01), layout
 
 
 def test_a_workspace_is_what_vllms_experts_ask_for() -> None:
     """Of one layer's shapes in every layout: the two buffers, of which one becomes the output."""
     experts = TritonExperts.__new__(TritonExperts)
-    for intermediate in (768, 4096):
+    for intermediate, tp, spread in product((768, 4096), (1, 2, 4, 8), (False, True)):
         model = ModelSize.of({**QWEN3, "moe_intermediate_size": intermediate})
-        for layout in MoEConfig(128, intermediate).layouts((1, 2, 4, 8), 8, "auto"):
-            spread = layout.experts == "ep"
-            width = intermediate if spread else intermediate // layout.tp
-            sizes = (8192, 2 * width, model.hidden, 8, 128, 128)
-            shapes = experts.workspace_shapes(*sizes, None, MoEActivation.SILU)
-            first, second, output = map(math.prod, shapes)
-            expected = 2 * (max(first, output) + second)
-            assert model.expert_workspace_bytes(layout.tp, spread, 8192) == expected
+        width = intermediate if spread else intermediate // tp
+        sizes = (8192, 2 * width, model.hidden, 8, 128, 128)
+        shapes = experts.workspace_shapes(*sizes, None, MoEActivation.SILU)
+        first, second, output = map(math.prod, shapes)
+        expected = 2 * (max(first, output) + second)
+        assert model.expert_workspace_bytes(tp, spread, 8192) == expected
 
 
 def test_experts_of_the_configs_that_transformers_writes() -> None:
