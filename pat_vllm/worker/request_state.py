@@ -27,7 +27,7 @@ from pat_vllm.patches.runners import (
     share_grammar_bitmask,
     share_penalty_counts,
 )
-from pat_vllm.worker.drafters import forget_texts
+from pat_vllm.worker.drafters.install import forget_texts
 from pat_vllm.worker.logits_processors import CarriedState, Lists, Packed, is_users
 
 if TYPE_CHECKING:

@@ -34,7 +34,7 @@ from pat_vllm.patches.groups import destroy_tp_groups, install_tp_group, probe_p
 from pat_vllm.patches.linear_attention import end_prompts_parts_with_blocks
 from pat_vllm.patches.runners import attention_workspace, buffers_of, use_attention_workspace
 from pat_vllm.start.setup import Setup
-from pat_vllm.worker.drafters import install_drafter
+from pat_vllm.worker.drafters.install import install_drafter
 from pat_vllm.worker.layout_config import (
     keep_block_size,
     kinds_of,

@@ -15,7 +15,7 @@ from vllm import SamplingParams
 from pat_vllm.drafts.corpus import BETWEEN_ROWS
 from pat_vllm.drafts.shelf import RowUpdate, Shelf
 from pat_vllm.drafts.suffix import draft
-from pat_vllm.worker.drafter_v1 import SuffixProposer
+from pat_vllm.worker.drafters.proposer import SuffixProposer
 from tests.vllm.kernels.triton_kernels import in_interpreter, needs_triton
 
 ROUNDS = 12

@@ -1,7 +1,7 @@
-"""Drafters that look into earlier responses, too, in the place of vLLM's n-gram drafters.
+"""Giving a model runner its drafter.
 
-One for each of vLLM's model runners. All ranks of a replica draft the same: they have the same
-tokens, and the same rows in the same order.
+There is one for each of vLLM's model runners. All ranks of a replica draft the same: they have the
+same tokens, and the same rows in the same order.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def install_drafter(runner: Any, shelf: Shelf) -> None:
     have, and what numba has it cannot look at.
     """
     if is_v2(runner):
-        from pat_vllm.worker.drafter_v2 import SuffixSpeculator
+        from pat_vllm.worker.drafters.speculator import SuffixSpeculator
 
         use_drafter(runner, SuffixSpeculator(runner, shelf))
     else:
-        from pat_vllm.worker.drafter_v1 import SuffixProposer
+        from pat_vllm.worker.drafters.proposer import SuffixProposer
 
         use_drafter(runner, SuffixProposer(runner, shelf))

@@ -1,0 +1,1 @@
+"""Drafters that look into earlier responses, too, in the place of vLLM's n-gram drafters."""
