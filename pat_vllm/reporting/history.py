@@ -73,20 +73,8 @@ class RingBuffer(Generic[_R]):
 @dataclass(slots=True)
 class _StepTimes:
     count: int = 0
-    seconds: float = 0.0
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=_MAX_STEP_TIMES))
     by_draft_length: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
-
-
-@dataclass(slots=True)
-class _OpenBatch:
-    """A batch that is under way; its attributes are those of `BatchReport`."""
-
-    began: float
-    at: float
-    responses: int = 0
-    tokens: int = 0
-    switches: int = 0
 
 
 class EngineHistory:
@@ -106,7 +94,7 @@ class EngineHistory:
         self._refused: RingBuffer[RefusedSwitch] = RingBuffer(MAX_RECORDS)
         self._timeline: RingBuffer[LiveSample] = RingBuffer(MAX_RECORDS)
         self._batches: RingBuffer[BatchReport] = RingBuffer(MAX_RECORDS)
-        self._batch: _OpenBatch | None = None
+        self._batch: BatchReport | None = None
         self._drafts: deque[DraftSample] = deque(maxlen=MAX_RECORDS)
         self._counting: dict[int, DraftSample] = {}
         self._errors = 0
@@ -126,21 +114,24 @@ class EngineHistory:
     def arrived(self, at: float) -> None:
         """Note that a request arrived: the first one begins a batch."""
         if self._batch is None:
-            self._batch = _OpenBatch(at, at)
+            self._batch = BatchReport(at, 0.0, 0, 0)
 
     def ended(self, at: float, num_output_tokens: int) -> None:
         """Note that a request ended."""
         if (batch := self._batch) is not None:
-            batch.at = at
-            batch.responses += 1
-            batch.tokens += num_output_tokens
+            self._batch = replace(
+                batch,
+                at=at,
+                seconds=batch.seconds + at - batch.at,
+                responses=batch.responses + 1,
+                tokens=batch.tokens + num_output_tokens,
+            )
 
     def step(self, layout: Layout, seconds: float, draft_length: int = 0) -> None:
         """Note that a replica finished a step."""
         with self._lock:
             times = self._steps[layout]
             times.count += 1
-            times.seconds += seconds
             times.recent.append(seconds)
             times.by_draft_length[draft_length] += seconds
         if self._first_step_due:
@@ -178,17 +169,9 @@ class EngineHistory:
         with self._lock:
             self._drafts.extend(self._counting.values())
             self._counting.clear()
-        if (batch := self._batch) is None:
+        if self._batch is None:
             return None
-        self._batch = None
-        ended = BatchReport(
-            at=batch.at,
-            seconds=batch.at - batch.began,
-            responses=batch.responses,
-            tokens=batch.tokens,
-            switches=batch.switches,
-            control=control,
-        )
+        ended, self._batch = replace(self._batch, control=control), None
         self._batches.append(ended)
         return ended
 
@@ -200,8 +183,8 @@ class EngineHistory:
         """Note a switch."""
         self._switches.append(switch)
         self._first_step_due = True
-        if self._batch is not None:
-            self._batch.switches += switch.reason != "idle"
+        if self._batch is not None and switch.reason != "idle":
+            self._batch = replace(self._batch, switches=self._batch.switches + 1)
 
     def refused(self, refused: RefusedSwitch) -> None:
         """Note a switch that was not made. One that was not expected is counted as an error."""
@@ -215,16 +198,12 @@ class EngineHistory:
             since: seconds on the monotonic clock; earlier records are left out.
         """
         with self._lock:
-            steps = [
-                (
-                    step_layout,
-                    times.count,
-                    times.seconds,
-                    tuple(times.recent),
-                    dict(times.by_draft_length),
+            steps = {
+                step_layout: LayoutSteps(
+                    times.count, statistics.median(times.recent), dict(times.by_draft_length)
                 )
                 for step_layout, times in self._steps.items()
-            ]
+            }
             drafts = [d for d in (*self._drafts, *self._counting.values()) if d.at >= since]
         return Report(
             layout=layout,
@@ -233,10 +212,7 @@ class EngineHistory:
             refused=self._refused.since(since),
             timeline=self._timeline.since(since),
             drafts=tuple(sorted(drafts, key=_at)),
-            steps={
-                step_layout: LayoutSteps(count, seconds, statistics.median(recent), by_length)
-                for step_layout, count, seconds, recent, by_length in steps
-            },
+            steps=steps,
             errors=self._errors,
             chosen=self._chosen,
             later_turns=self._later_turns,

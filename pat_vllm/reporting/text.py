@@ -115,7 +115,7 @@ def _batch(batch: BatchReport, began: float) -> str:
 
 def _steps(layout: Layout, steps: LayoutSteps) -> str:
     """Steps of a layout, and how long its replicas took them in the mean."""
-    lengths = steps.seconds_by_draft_length
+    lengths = steps.by_draft_length
     by_length = ", ".join(
         f"k {length} {lengths[length] / layout.replicas:.1f} s" for length in sorted(lengths)
     )

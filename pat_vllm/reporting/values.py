@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, NamedTuple
 
 from pydantic import ConfigDict, PlainSerializer, PlainValidator, TypeAdapter, ValidationError
 
@@ -98,18 +99,20 @@ class RefusedSwitch:
 
     Attributes:
         at: when it was refused, in seconds on the monotonic clock of the engine core.
-        why: what stood against it. If it was not expected, this names the exception.
-        expected: False if planning failed with an exception that should not happen. The engine's
-            log has its traceback.
-        reason: a short name of `why`, one of `REFUSALS`; "" where it has none.
+        why: what stood against it, or the exception with which planning failed.
+        reason: a short name of `why`, one of `REFUSALS`.
     """
 
     at: float
     source: LayoutByName
     target: LayoutByName
     why: str
-    expected: bool = True
-    reason: str = ""
+    reason: str
+
+    @property
+    def expected(self) -> bool:
+        """False if PAT made a mistake, whose traceback is in the engine's log."""
+        return self.reason != "planning_failed"
 
 
 @dataclass(frozen=True)
@@ -121,13 +124,8 @@ class DecisionReport:
 
     Attributes:
         at: when, on the monotonic clock of the engine core.
-        layout: where the engine was.
-        target: the best other layout.
-        num_seqs: unfinished requests.
         no_switch: until the last response ends, in `layout`.
         switch_now: the same after a switch to `target` now, with the cost of the switch.
-        cost: of that switch.
-        fired: whether it was made.
         why: what decided: "plan", "probe", "hysteresis" or "later".
         step_before: predicted step time in `layout` at that moment.
         step_after: predicted step time in `target`.
@@ -164,15 +162,11 @@ class PredictorReport:
     """What the predictor policy decided, and how well its models predict.
 
     Attributes:
-        decisions: oldest first.
         step_error: by layout, how many steps were compared with their predictions, and the mean
             absolute error relative to the real step time. Each prediction was made before the
             model learnt from its step.
-        plans: how often the policy planned.
-        planning: seconds of all plans together.
-        slowest_plan: seconds of the slowest plan.
-        batches: batches that the length model has learnt from.
-        responses: responses that it has learnt from.
+        planning: seconds of all plans together; `slowest_plan` of one.
+        batches, responses: that the length model has learnt from.
     """
 
     decisions: tuple[DecisionReport, ...] = ()
@@ -242,30 +236,14 @@ class LiveSample:
     by_replica: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True)
-class DraftCounts:
-    """Draft tokens of some steps.
-
-    Attributes:
-        drafted: draft tokens that were verified, proposed in the steps before.
-        accepted: how many of these became output.
-        repeated_drafted, repeated_accepted: the same, of requests to whose prompt there were
-            earlier responses.
-    """
+class DraftCounts(NamedTuple):
+    """Draft tokens that steps verified, and those that became output; `repeated`: of requests to
+    whose prompt there were earlier responses."""
 
     drafted: int = 0
     accepted: int = 0
     repeated_drafted: int = 0
     repeated_accepted: int = 0
-
-    def __add__(self, other: DraftCounts) -> DraftCounts:
-        """The counts of both together."""
-        return DraftCounts(
-            self.drafted + other.drafted,
-            self.accepted + other.accepted,
-            self.repeated_drafted + other.repeated_drafted,
-            self.repeated_accepted + other.repeated_accepted,
-        )
 
 
 @dataclass(frozen=True)
@@ -288,7 +266,8 @@ class DraftSample:
 
     def plus(self, counts: DraftCounts) -> DraftSample:
         """With one more step."""
-        return replace(self, steps=self.steps + 1, counts=self.counts + counts)
+        total = DraftCounts(*map(operator.add, self.counts, counts))
+        return replace(self, steps=self.steps + 1, counts=total)
 
 
 @dataclass(frozen=True)
@@ -296,16 +275,18 @@ class LayoutSteps:
     """Steps of all replicas in one layout.
 
     Attributes:
-        steps: how many they are.
-        seconds: of all of them together.
         median: seconds of a step, by the last thousand.
-        seconds_by_draft_length: the same as `seconds`, by the draft length of the steps.
+        by_draft_length: seconds of all steps with each draft length.
     """
 
     steps: int
-    seconds: float
     median: float
-    seconds_by_draft_length: Mapping[int, float] = field(default_factory=dict)
+    by_draft_length: Mapping[int, float]
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of all steps together."""
+        return sum(self.by_draft_length.values())
 
 
 @dataclass(frozen=True, repr=False)
@@ -320,18 +301,14 @@ class Report:
     ones, samples, drafts and batches at most the last `history.MAX_RECORDS` are kept.
 
     Attributes:
-        layout: the active layout.
         layouts: all layouts that the engine keeps ready, the base layout first.
-        refused: switches that were not made.
         timeline: a sample per change of the layout or of the number of unfinished requests.
-        steps: by layout.
         predictor: what the predictor policy did; empty for other policies.
         errors: switches that failed for an unexpected reason and were undone. The engine's log has
             their tracebacks.
         drafts: for engines that speculate, by replica over time.
         chosen: why these layouts, and what they leave for KV, in a line.
         later_turns: requests that continued an ended one, as an agent's turns do after the first.
-        batches: batches that ended.
         control: what switching was worth, by control batches; None before there are two.
     """
 
@@ -391,17 +368,14 @@ class Report:
         Raises:
             ValueError: the file cannot be read, is damaged, or of another format.
         """
-        content, name = read_json(path, "report", most=_MOST_BYTES), name_of(path)
-        if not isinstance(content, dict) or "format" not in content:
-            raise FileError(f"{name} is no report: it has no format; `Report.save` writes them")
-        if content["format"] != FORMAT:
-            raise FileError(
-                f"report {name} has format {shown(content['format'])}, this version reads {FORMAT}"
-            )
+        content, named = read_json(path, "report", most=_MOST_BYTES), f"report {name_of(path)}"
+        found = content.get("format") if isinstance(content, dict) else None
+        if found != FORMAT:
+            raise FileError(f"{named} has format {shown(found)}, this version reads {FORMAT}")
         try:
             return _REPORT.validate_python(content)
         except ValidationError as error:
-            raise FileError(f"report {name} is damaged: {first_problem(error)}") from None
+            raise FileError(f"{named} is damaged: {first_problem(error)}") from None
 
     def plot(self, path: str | Path) -> None:
         """Draw a picture: requests, layouts, draft lengths, switches and steps over time.

@@ -264,7 +264,7 @@ class LayoutController:
                 active.layout,
                 target,
             )
-            self._refused(target, "planning_failed", str(failed), FAILED_BACK_OFF, expected=False)
+            self._refused(target, "planning_failed", str(failed), FAILED_BACK_OFF)
             if reason == "forced":
                 raise
             return False
@@ -279,10 +279,8 @@ class LayoutController:
         self._monitor.switched(report, replicas)
         return True
 
-    def _refused(
-        self, target: Layout, reason: str, why: str, back_off: float, expected: bool = True
-    ) -> None:
+    def _refused(self, target: Layout, reason: str, why: str, back_off: float) -> None:
         now = time.monotonic()
         self._back_off_until = now + back_off
         source = self._active.layout
-        self._monitor.refused(RefusedSwitch(now, source, target, why, expected, reason))
+        self._monitor.refused(RefusedSwitch(now, source, target, why, reason))

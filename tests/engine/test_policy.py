@@ -138,7 +138,7 @@ def test_it_profiles_plans_and_reports(deciding: Any, profile: Profile) -> None:
     batch, tokens = whole.batches[-1], sum(len(o.token_ids) for o in outcomes.values())
     assert (batch.responses, batch.tokens, batch.control) == (len(jobs), tokens, False)
     assert batch.seconds > 0
-    assert [*whole.steps[REPLICAS].seconds_by_draft_length] == [0], "it has no drafts"
+    assert [*whole.steps[REPLICAS].by_draft_length] == [0], "it has no drafts"
 
 
 def test_its_switches_are_those_of_its_decisions_and_keep_the_outputs(

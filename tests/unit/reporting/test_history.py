@@ -30,7 +30,7 @@ def test_changes_and_first_steps_are_kept() -> None:
     history.step(ONE, 0.25)
     for at in (1.0, 2.0):
         history.switch(switch_report(at))
-    history.refused(RefusedSwitch(2.5, TWO, ONE, "because"))
+    history.refused(RefusedSwitch(2.5, TWO, ONE, "because", "asleep"))
     history.later_turn()
     for seconds, draft_length in ((0.5, 0), (0.125, 4), (0.125, 4)):
         history.step(TWO, seconds, draft_length)
@@ -39,7 +39,7 @@ def test_changes_and_first_steps_are_kept() -> None:
     assert [switch.first_step for switch in report.switches] == [None, 0.5]
     steps = report.steps[TWO]
     assert (steps.steps, steps.seconds, steps.median) == (3, 0.75, 0.125)
-    assert steps.seconds_by_draft_length == {0: 0.5, 4: 0.25}
+    assert steps.by_draft_length == {0: 0.5, 4: 0.25}
     assert (len(report.refused), report.errors, report.later_turns) == (1, 0, 1)
 
 
@@ -71,7 +71,8 @@ def test_a_long_history_is_bounded_and_is_sent_since_a_time(
         now = float(second)
         history.live(ONE, second)
         history.switch(switch_report(now))
-        history.refused(RefusedSwitch(now, TWO, ONE, "KeyError('r1')", expected=bool(second % 2)))
+        reason = "asleep" if second % 2 else "planning_failed"
+        history.refused(RefusedSwitch(now, TWO, ONE, "KeyError('r1')", reason))
         history.step(ONE, 0.5)
         history.drafts(now, ONE, 0, 4, DraftCounts(4, second % 4))
     last = MAX_RECORDS + 9.0

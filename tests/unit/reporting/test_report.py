@@ -39,7 +39,7 @@ REPORT = Report(
     (switch_report(1.0), replace(switch_report(2.0, TWO, ONE, "idle"), first_step=0.5)),
     (RefusedSwitch(3.0, TWO, ONE, "because", reason="asleep"),),
     (LiveSample(1e300, ONE, 2**40), LiveSample(4.0, ONE, 5, (3, 2))),
-    {ONE: LayoutSteps(3, 0.75, 0.125, {0: 0.5, 4: 0.25})},
+    {ONE: LayoutSteps(3, 0.125, {0: 0.5, 4: 0.25})},
     PREDICTOR,
     errors=2,
     drafts=(DraftSample(3.5, ONE, 0, 4, 3, DraftCounts(12, 6)),),

@@ -21,8 +21,8 @@ from pat_vllm.reporting import (
 from pat_vllm.reporting.text import describe, describe_awaited
 from tests.unit.reporting.samples import ONE, TWO, switch_report
 
-REFUSED = RefusedSwitch(22.0, ONE, TWO, "no room")
-FAILED = RefusedSwitch(23.0, ONE, TWO, "KeyError('r1')", expected=False)
+REFUSED = RefusedSwitch(22.0, ONE, TWO, "no room", "asleep")
+FAILED = RefusedSwitch(23.0, ONE, TWO, "KeyError('r1')", "planning_failed")
 QUIET = Report(ONE, (ONE, TWO), (), (), ())
 SWITCHES = (
     switch_report(13.0, seconds=0.02),
