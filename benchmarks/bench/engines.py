@@ -6,7 +6,7 @@ import contextlib
 import math
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -141,84 +141,50 @@ def environment_of(ranks: int, scratch: Path) -> dict[str, str]:
     return {**environment(ranks), CACHE_DIR: str(scratch / "cache")}
 
 
-class BenchEngine:
-    """An engine that takes its turns; started anew on request.
-
-    Attributes:
-        start_seconds: of each start.
-    """
-
-    def __init__(self, name: str, options: dict[str, Any], ranks: int, scratch: Path) -> None:
-        """Prepare it.
-
-        Args:
-            options: of `vllm.LLM`.
-            scratch: for its log and its profile.
-        """
-        self.name = name
-        self.start_seconds: list[float] = []
-        self._options, self._log = options, scratch / f"{name}.log"
-        self._environment = environment_of(ranks, scratch)
-        self._engine: EngineProcess | None = None
-        self._report: Report | None = None
-
-    def start(self) -> None:
-        """Start the engine, or a new one in its place."""
-        self.close()
-        self._engine = EngineProcess(self._options, self._environment, self._log)
-        self.start_seconds.append(self._engine.wait_until_ready())
-        self._report = None
-        time.sleep(PARK_SECONDS)
-
-    def run(self, trace: LengthTrace, repeat: int, requests: Sequence[Request]) -> Run:
-        """Serve a batch, and wait until the engine takes no core any more.
-
-        Raises:
-            EngineFailed: the engine failed, or a response does not have its length.
-        """
-        assert self._engine is not None
-        name = f"{trace.name}-{repeat}"
-        served = self._engine.call(serve, requests, name, timeout=PATIENCE_SECONDS)
-        if served.tokens != trace.lengths:
-            raise EngineFailed(f"{self.name}, {name}: a response does not have its length")
-        run = run_of(self.name, trace.name, repeat, served, self._report)
-        self._report = served.report
-        time.sleep(PARK_SECONDS)
-        return run
-
-    def close(self) -> None:
-        """End the engine."""
-        if self._engine is not None:
-            self._engine.close()
-            self._engine = None
-
-
 def measure(settings: BenchSettings) -> Measured:
     """Serve all batches on all sides, in turns.
 
     Raises:
-        EngineFailed: an engine failed; none is left running.
+        EngineFailed: an engine failed, or a response does not have its length; none is left
+            running.
         ValueError: the model does not fit the workloads.
     """
     runs: list[Run] = []
+    options = {name: engine_options(settings, pat) for name, pat in sides(settings).items()}
+    starts: dict[str, list[float]] = {name: [] for name in options}
+    engines: dict[str, EngineProcess] = {}
+    reports: dict[str, Report | None] = {}
     with contextlib.ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pat-vllm-bench-")))
-        engines: dict[str, BenchEngine] = {}
-        for name, pat in sides(settings).items():
-            options = engine_options(settings, pat)
-            engines[name] = BenchEngine(name, options, settings.ranks, scratch)
-            stack.callback(engines[name].close)
+        stack.callback(lambda: [engine.close() for engine in engines.values()])
+        environment = environment_of(settings.ranks, scratch)
+
+        def start(name: str) -> None:
+            _tell(f"starting {name}")
+            if name in engines:
+                engines.pop(name).close()
+            engines[name] = EngineProcess(options[name], environment, scratch / f"{name}.log")
+            starts[name].append(engines[name].wait_until_ready())
+            reports[name] = None
+            time.sleep(PARK_SECONDS)
+
+        def run(name: str, trace: LengthTrace, repeat: int) -> None:
+            _tell(f"{trace.name}, batch {repeat} of {settings.repeats}: {name}")
+            requests, batch = settings.requests(trace, repeat), f"{trace.name}-{repeat}"
+            served = engines[name].call(serve, requests, batch, timeout=PATIENCE_SECONDS)
+            if served.tokens != trace.lengths:
+                raise EngineFailed(f"{name}, {batch}: a response does not have its length")
+            runs.append(run_of(name, trace.name, repeat, served, reports[name]))
+            reports[name] = served.report
+            # Until the engine takes no core any more.
+            time.sleep(PARK_SECONDS)
+
+        for name in options:
             if name != PAT:
-                _tell(f"starting {name}")
-                engines[name].start()
+                start(name)
         for workload in settings.workloads:
-            _tell(f"{workload.name}: starting {PAT}")
-            engines[PAT].start()
-            for repeat, order in enumerate(turns([*engines], settings.repeats + 1)):
-                trace = settings.trace(workload, repeat)
-                requests = settings.requests(trace, repeat)
+            start(PAT)
+            for repeat, order in enumerate(turns([*options], settings.repeats + 1)):
                 for name in order:
-                    _tell(f"{workload.name}, batch {repeat} of {settings.repeats}: {name}")
-                    runs.append(engines[name].run(trace, repeat, requests))
-    starts = {name: tuple(engine.start_seconds) for name, engine in engines.items()}
-    return Measured(tuple(runs), starts)
+                    run(name, settings.trace(workload, repeat), repeat)
+    return Measured(tuple(runs), {name: tuple(seconds) for name, seconds in starts.items()})

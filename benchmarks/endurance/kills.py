@@ -164,8 +164,13 @@ def _engine(kill: Kill, ranks: int) -> contextlib.AbstractContextManager[Any]:
         )
     start_from_server(True)
     static = {"policy": {"kind": "static", "tp": kill.tp}}
-    options = OPTIONS | {"speculative_config": dict(storms.SPECULATIVE)}
-    return callers.asynchronous(str(random_model(storms.MODEL)), ranks, pat | static, **options)
+    return callers.asynchronous(
+        model=str(random_model(storms.MODEL)),
+        tensor_parallel_size=ranks,
+        additional_config={"pat": pat | static},
+        speculative_config=dict(storms.SPECULATIVE),
+        **OPTIONS,
+    )
 
 
 def _run_until_it_fails(llm: Any, kill: Kill, ranks: int, note: Path) -> dict[str, callers.Heard]:
