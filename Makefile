@@ -80,7 +80,7 @@ GPUS  ?= $(shell nvidia-smi --list-gpus 2>/dev/null | wc -l)
 TODAY := $(shell date -u +%F)
 
 test-gpu: ## On a machine with GPUs, in an environment with vLLM for them (BIN=...): fitness, tests, figures
-	$(BIN)/pat-vllm doctor --all --shape large --speculate 4 --ranks $(GPUS) --output-dir benchmarks/results/$(TODAY)-doctor
+	$(BIN)/pat-vllm doctor --shape large --engine '{"speculative_config": {"method": "ngram_gpu", "num_speculative_tokens": 4, "prompt_lookup_max": 4}}' --ranks $(GPUS) --output-dir benchmarks/results/$(TODAY)-doctor
 	$(BIN)/python -m pytest -m gpu tests/gpu
 	$(BIN)/python -m benchmarks.gpu --engines $(GPUS) --shape large
 

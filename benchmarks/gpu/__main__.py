@@ -26,7 +26,7 @@ def main(arguments: Sequence[str]) -> Path:
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--engines", type=int, help="also time engines of so many ranks, by vLLM")
     shape_help = "of their model, as of pat-vllm doctor, or a known model's name"
-    parser.add_argument("--shape", default="tiny", help=shape_help)
+    parser.add_argument("--shape", default="dense", help=shape_help)
     given = parser.parse_args(arguments)
     if given.device == "cuda" and not torch.cuda.is_available():
         parser.error("no GPU is at hand; --device cpu runs tiny shapes, to see that it works")

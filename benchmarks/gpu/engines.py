@@ -18,10 +18,10 @@ from benchmarks.engine_process import EngineProcess
 from benchmarks.gpu.known import write_config
 from benchmarks.gpu.timing import milliseconds
 from benchmarks.record import Summary
-from pat_vllm.cli.doctor_models import self_test_models, shape_of
 from pat_vllm.config import PATConfig
 from pat_vllm.doctor.child import environment
-from pat_vllm.doctor.tasks import prompts
+from pat_vllm.doctor.models import Weights, shape_named, write_checkpoint
+from pat_vllm.doctor.request import prompts
 from pat_vllm.layout import Layout
 from pat_vllm.models.known_models import MODEL_SHAPES
 
@@ -42,16 +42,18 @@ def measure(ranks: int, shape: str, on_cpu: bool) -> dict[str, Any]:
             whose weights are vLLM's dummies.
     """
     layouts = PATConfig(base_tp=1).resolve_layouts(ranks)
+    dtype = "float32" if on_cpu else "bfloat16"
     with tempfile.TemporaryDirectory(prefix="pat-vllm-engines-") as folder:
         if known := MODEL_SHAPES.get(shape):
             model, vocab = write_config(Path(folder), shape), known["vocab_size"]
         else:
-            models = self_test_models(Path(folder), shape_of(shape), ranks, 0)
-            model, vocab = models.first, models.vocab
+            config = shape_named(shape).config_for(ranks) | {"dtype": dtype}
+            model, vocab = Path(folder) / "model", config["vocab_size"]
+            write_checkpoint(model, config, Weights(shape_named(shape).gain))
         engine: dict[str, Any] = {
             "model": str(model),
             "load_format": "dummy" if known else "auto",
-            "dtype": "float32" if on_cpu else "bfloat16",
+            "dtype": dtype,
             "enforce_eager": on_cpu,
             "max_model_len": 512,
             "max_num_seqs": 16,
@@ -115,7 +117,7 @@ def time_steps(llm: Any, texts: Sequence[Sequence[int]]) -> list[dict[str, Any]]
             total = requests if layout is None or requests == 1 else requests * layout.replicas
             for _ in range(2):  # the first one warms up
                 if layout is not None:
-                    from pat_vllm.doctor.engine import switch_to
+                    from pat_vllm.doctor.serving import switch_to
 
                     switch_to(llm, layout)
                 gaps = _gaps(llm, texts[:total])

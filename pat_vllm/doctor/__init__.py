@@ -1,1 +1,1 @@
-"""Whether this machine is fit for PAT: what `pat-vllm doctor` looks at, stage by stage."""
+"""Whether a machine is fit for PAT: the user's engine on a random model, against stock vLLM."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from pat_vllm.doctor.report import Unfit
+
 LEAST_TOLERANCE = 2e-4
 """vLLM's CPU kernels round by the size of the batch: 1.03e-4 has been seen in float32."""
 NOISE_FACTOR = 4.0
@@ -13,7 +15,7 @@ MOST_NOISE = 0.5
 """Of stock vLLM, beyond which nothing can be compared with it."""
 
 
-class Differs(Exception):
+class Differs(Unfit):
     """An engine does not say what stock vLLM says; the message has where, and both values."""
 
 

@@ -1,4 +1,4 @@
-"""What the stages find, as one report for people and for a bug report. It travels as JSON."""
+"""What the doctor finds, as one report for people and for a bug report. It travels as JSON."""
 
 from __future__ import annotations
 
@@ -8,95 +8,66 @@ import re
 import socket
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import TypeAdapter
 
-Status = Literal["passed", "failed", "skipped"]
-
-WITHOUT_ENGINES = ("environment", "model", "memory")
-"""The first stages."""
 LOG_LINES = 40
-"""Of a failed stage's log, at the end of it."""
+"""Lines that are kept of a failed engine's log, the last ones."""
+
+
+class Unfit(Exception):
+    """What a check found wrong, in words that need no name of an exception before them."""
+
+
+NamedCheck = tuple[str, Callable[[], object]]
+"""A check returns what it has found, which `str` says in a few words, and raises what is wrong."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that a stage looked at.
+    """One thing that was looked at.
 
     Attributes:
         found: in a few words.
         problem: what is wrong; None if nothing is.
-        seconds: that it took.
-        values: what was found, as JSON.
     """
 
     name: str
     found: str = ""
     problem: str | None = None
     seconds: float = 0.0
-    values: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Stage:
-    """A stage and how it ended.
-
-    Attributes:
-        why: it failed or was skipped.
-        log: of a failed stage, the last lines that its processes wrote.
-    """
-
-    name: str
-    status: Status
-    seconds: float = 0.0
-    checks: tuple[Check, ...] = ()
-    why: str = ""
-    log: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, name: str, checks: Sequence[Check], seconds: float, log: str = "") -> Stage:
-        """A stage that has been run: it failed if one of its checks did."""
-        problems = [
-            f"{check.name}: {check.problem}" for check in checks if check.problem is not None
-        ]
-        status: Status = "failed" if problems else "passed"
-        last = tuple(log.splitlines()[-LOG_LINES:]) if problems else ()
-        return cls(name, status, seconds, tuple(checks), "; ".join(problems), last)
 
 
 @dataclass(frozen=True)
 class Report:
-    """All stages of one run.
+    """All checks of one run.
 
     Attributes:
         date: UTC, ISO 8601.
         command: as it was given.
-        stages: in their order; after one that failed, all are skipped.
+        checks: in their order; after one that found a problem there is none.
+        fit: whether all have passed; None while some are to come.
+        log: after a problem, the last lines that the engines wrote.
     """
 
     date: str
     command: str
-    stages: tuple[Stage, ...]
-
-    @property
-    def failed(self) -> Stage | None:
-        """The stage at which it ended, if one failed."""
-        return next((stage for stage in self.stages if stage.status == "failed"), None)
+    checks: tuple[Check, ...] = ()
+    fit: bool | None = None
+    log: tuple[str, ...] = ()
 
     @property
     def conclusion(self) -> str:
         """In a sentence."""
-        if (failed := self.failed) is not None:
-            return f"Not fit: stage '{failed.name}' failed. {failed.why}"
-        passed = [stage.name for stage in self.stages if stage.status == "passed"]
-        if set(passed) <= set(WITHOUT_ENGINES):
-            return f"No engine was started. Passed: {', '.join(passed)}."
-        return f"Fit, as far as was tested: {', '.join(passed)}."
+        if self.fit:
+            return f"Fit: {len(self.checks)} checks have passed."
+        wrong = [f"{check.name}: {check.problem}" for check in self.checks if check.problem]
+        return f"Not fit. {'; '.join(wrong)}"
 
     def without_names(self) -> Report:
         """Without the names of the machine, its user and their folders."""

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pat_vllm.doctor.compare import Output
+from pat_vllm.doctor.request import Engine, Prompts
+from pat_vllm.layout import Layout
 
 if TYPE_CHECKING:
     from vllm import LLM
 
 MAX_TOKENS = 48
-"""That each request generates."""
-Prompts = tuple[tuple[int, ...], ...]
-"""Token ids, by request."""
+"""Tokens that each request generates."""
+
+_CORES = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind").split("|")
+"""On CPU, those of each rank."""
+
+
+def start(engine: Engine) -> LLM:
+    """An engine in whose process ranks have cores of their own; vLLM takes no more than ranks."""
+    from vllm import LLM
+
+    cores = _CORES[: engine.get("tensor_parallel_size", 1)]
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(cores)
+    return LLM(**engine)
 
 
 def generate(
@@ -92,3 +105,13 @@ def score(llm: LLM, prompts: Prompts, outputs: Sequence[Output]) -> tuple[tuple[
         known = [entry for entry in entries if entry is not None]  # only a first token has none
         scores.append(tuple(e[t].logprob for e, t in zip(known, tokens, strict=True)))
     return tuple(scores)
+
+
+def switch_to(llm: LLM, layout: Layout) -> None:
+    """Switch, or say why not."""
+    from pat_vllm.api import report, switch
+
+    if not switch(llm, layout.tp):
+        refused = report(llm).refused
+        why = refused[-1].why if refused else "?"
+        raise RuntimeError(f"the switch to {layout} was refused: {why}")

@@ -25,7 +25,8 @@ def imported():
 
 import pat_vllm.cli.app
 imported()
-import pat_vllm.doctor.stages, pat_vllm.profiling.grid, pat_vllm.profiling.quality
+import pat_vllm.doctor.examination, pat_vllm.doctor.run, pat_vllm.profiling.grid
+import pat_vllm.profiling.quality
 import pat_vllm.cli.advise_plot
 import pat_vllm.predictor.adaptive, pat_vllm.reporting.report_plot
 imported()

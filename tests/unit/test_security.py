@@ -99,7 +99,7 @@ def test_the_current_directory_is_not_imported_from(
     Path("ran").unlink()
 
     checkout = {**os.environ, "PYTHONPATH": str(ROOT)}
-    ended = child.run_module("pat_vllm.doctor.engine", "{}", checkout)
+    ended = child.run_module("pat_vllm.doctor.examination", "{}", checkout)
     assert "ValidationError: " in ended.log, ended.log  # its request is none
     with starting_with_safe_path():  # as multiprocessing starts a process
         spawn = [sys.executable, "-c", "import multiprocessing.spawn"]
@@ -118,8 +118,8 @@ def test_processes_start_so(monkeypatch: pytest.MonkeyPatch) -> None:
         raise Started([env["PYTHONSAFEPATH"], *map(str, command[0])] if env else [])
 
     monkeypatch.setattr(child.subprocess, "Popen", start)
-    with pytest.raises(Started, match=r"'1', .*'-P', '-m', 'pat_vllm.doctor.engine'"):
-        child.run_module("pat_vllm.doctor.engine", "{}", os.environ)
+    with pytest.raises(Started, match=r"'1', .*'-P', '-m', 'pat_vllm.doctor.examination'"):
+        child.run_module("pat_vllm.doctor.examination", "{}", os.environ)
     monkeypatch.setattr(simulations, "ProcessPoolExecutor", lambda *_: start([]))
     options = AdviseOptions("llama-3.1-8b", "H100", 2, responses=2, max_tokens=32, iterations=2)
     with pytest.raises(Started, match="'1'"):

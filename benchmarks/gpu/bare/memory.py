@@ -15,9 +15,8 @@ from functools import partial
 from itertools import cycle
 
 from benchmarks.gpu.bare.one_gpu import tell_memory
-from pat_vllm.doctor.engine import switch_to
-from pat_vllm.doctor.serving import MAX_TOKENS, generate
-from pat_vllm.doctor.tasks import prompts
+from pat_vllm.doctor.request import prompts
+from pat_vllm.doctor.serving import MAX_TOKENS, generate, switch_to
 
 SWITCHES = 20
 REQUESTS, TOKENS = 64, 560

@@ -12,7 +12,6 @@ import functools
 import inspect
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -105,14 +104,6 @@ def _on_a_stream_of_its_own(stock: Any) -> Any:
     return init
 
 
-def _of_a_device_for_each_rank(stock: Any) -> Any:
-    def checks(facts: Any, ranks: int, machine: bool) -> Any:
-        devices, peers = facts.devices[:1] * RANKS, ((True,) * RANKS,) * RANKS
-        return stock(replace(facts, devices=devices, peers=peers), ranks, machine)
-
-    return checks
-
-
 def _without_flashinfer(stock: Any) -> Any:
     @functools.wraps(stock)
     def resolve(vllm_config: Any) -> tuple[str, str]:
@@ -168,7 +159,12 @@ PATCHES = (
     Patch(f"{_C10D}:all_gather_into_tensor", _GATHER, "logits", _TWO),
     Patch(f"{_C10D}:all_to_all_single", _ALL_TO_ALL, "PAT's exchange of KV", _SWAPPED),
     Patch("torch.accelerator:device_count", "", "a worker's rank is a device's index", _RANKS),
-    Patch(f"{_CUDA}:CudaPlatformBase.device_count", "cls", "vLLM wants a device a rank", _RANKS),
+    Patch(
+        f"{_CUDA}:CudaPlatformBase.device_count",
+        "cls",
+        "vLLM wants a device a rank",
+        _RANKS,
+    ),
     Patch(
         f"{_CUDA}:CudaPlatformBase.dist_backend", None, "NCCL wants devices", lambda stock: "gloo"
     ),
@@ -181,12 +177,6 @@ PATCHES = (
         _on_a_stream_of_its_own,
     ),
     Patch(f"{_ALL_REDUCE}:gpu_p2p_access_check", "src, tgt", "custom all-reduce asks", _TRUE),
-    Patch(
-        "pat_vllm.doctor.environment:_device_checks",
-        "facts, ranks, machine",
-        "the doctor wants a GPU for each rank",
-        _of_a_device_for_each_rank,
-    ),
     Patch(
         "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn:_resolve_gdn_prefill_backend",
         "vllm_config",

@@ -91,7 +91,7 @@ def commands(step: str, arguments: Sequence[str], out: Path, ranks: int) -> list
         given, more = parser.parse_known_args(arguments)
         eager = {"disable_custom_all_reduce": True} if step == "two" else {}
         engine = json.dumps({**small, **eager, **given.engine})
-        return [[*doctor, *(["--all"] if step == "twographs" else []), "--engine", engine, *more]]
+        return [[*doctor, *(["--eager"] if step == "two" else []), "--engine", engine, *more]]
     raise ValueError(f"no step {step!r}: smoke, kernels, profile, memory, two, twographs, tests")
 
 
@@ -102,7 +102,7 @@ def check_shape(arguments: Sequence[str], site: Path) -> None:
         ValueError: says how they travel.
     """
     # What these import has travelled, too.
-    from pat_vllm.cli.doctor_models import SHAPES
+    from pat_vllm.doctor.models import SHAPES
 
     for option, shape in itertools.pairwise(arguments):
         mixture = option == "--shape" and shape in SHAPES and SHAPES[shape].experts

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from pat_vllm.doctor.compare import Differs, Reference
+from pat_vllm.doctor.models import SHAPES, Weights, write_checkpoint
+from pat_vllm.doctor.request import prompts
 from pat_vllm.doctor.serving import generate, score
-from pat_vllm.doctor.tasks import prompts
 
 PAT = {
     "distributed_executor_backend": "pat",
@@ -32,12 +33,10 @@ def main() -> int:
     """The exit status."""
     from vllm import LLM
 
-    from pat_vllm.doctor.models import SHAPES, Weights, write_checkpoint
-
     texts = prompts(512)
     references: list[Reference] = []
     with tempfile.TemporaryDirectory() as folder:
-        wide = {"dtype": "bfloat16", "hidden_size": 512, "head_dim": 128}
+        wide = {"hidden_size": 512, "head_dim": 128, "dtype": "bfloat16"}
         write_checkpoint(Path(folder), SHAPES["dense"].config_for(1) | wide, Weights())
         for number, (name, options) in enumerate(ENGINES.items()):
             begun = time.perf_counter()

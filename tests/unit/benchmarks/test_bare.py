@@ -93,7 +93,7 @@ def test_vllm_would_find_pat() -> None:
     ]
 
 
-@pytest.mark.parametrize("step", ["two", "twographs --stage full", "profile qwen3-8b"])
+@pytest.mark.parametrize("step", ["two", "twographs --shape mixture", "profile qwen3-8b"])
 def test_commands_of_a_step_are_accepted(step: str, tmp_path: Path) -> None:
     """By the parsers, which check names of options and their values."""
     name, *arguments = step.split()
@@ -108,10 +108,10 @@ def test_commands_of_a_step_are_accepted(step: str, tmp_path: Path) -> None:
 
 
 def test_steps_are_told_apart(tmp_path: Path) -> None:
-    words = "profile qwen3-8b + smoke / two --speculate 4 + tests -k dense"
+    words = "profile qwen3-8b + smoke / two --shape window + tests -k dense"
     assert run.steps_of(words.split()) == [
         [["profile", "qwen3-8b"], ["smoke"]],
-        [["two", "--speculate", "4"], ["tests", "-k", "dense"]],
+        [["two", "--shape", "window"], ["tests", "-k", "dense"]],
     ]
     assert run.steps_of([]) == []
     for words, unknown in (("profile 9b", "9b"), ("smoke + nothing", "nothing")):
@@ -120,9 +120,9 @@ def test_steps_are_told_apart(tmp_path: Path) -> None:
 
 
 def test_options_of_the_engine_are_one_object() -> None:
-    given = ["--engine", '{"gpu_memory_utilization": 0.3, "attention_backend": "X"}', "--all"]
+    given = ["--engine", '{"gpu_memory_utilization": 0.3, "attention_backend": "X"}', "--eager"]
     (command,) = run.commands("two", given, Path(), 4)
-    assert command.count("--engine") == 1 and command[-1] == "--all"
+    assert command.count("--engine") == 1 and command[-1] == "--eager"
     engine = json.loads(command[command.index("--engine") + 1])
     assert (engine["gpu_memory_utilization"], engine["attention_backend"]) == (0.3, "X")
     assert engine["disable_custom_all_reduce"] is True
@@ -169,5 +169,5 @@ def test_steps_outlive_their_command(
     assert names <= names_in(machine)
     assert run.main(shlex.split("tests --version")) == 0
     assert "03-tests.log" in names_in(machine)
-    assert run.main(shlex.split("two --shape moe --help")) == 1
-    assert "== FAILED: --shape moe needs kernels for experts" in capsys.readouterr().out
+    assert run.main(shlex.split("two --shape mixture --help")) == 1
+    assert "== FAILED: --shape mixture needs kernels for experts" in capsys.readouterr().out

@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 from pat_vllm import __version__
 from pat_vllm.advice.advise_options import AdviseOptions
 from pat_vllm.cli.app import app
+from pat_vllm.cli.doctor import DoctorOptions
 from pat_vllm.cli.profile import ProfileOptions
 from pat_vllm.cli.random_model import RandomModelOptions
-from pat_vllm.doctor.doctor_options import Options
 from tests.support.command_line import invoke
 
 
@@ -25,7 +25,7 @@ def test_the_version() -> None:
     "command, model",
     [
         ("advise", AdviseOptions),
-        ("doctor", Options),
+        ("doctor", DoctorOptions),
         ("profile MODEL", ProfileOptions),
         ("random-model PATH", RandomModelOptions),
     ],

@@ -31,12 +31,12 @@ BASES: dict[str, dict[str, str]] = {
     "advise": {"--model": "config.json", "--gpu": "H100", "--gpus": "2", **SMALL}
     | {"--responses": "4", "--processes": "1"},
     "profile": {"": "nowhere"},
-    "doctor": {"--model": "config.json", "--gpu": "H100"},
+    "doctor": {"--ranks": "2"},
     "random-model": {"": "model"},
 }
 """A short run of each command, by options; "" is the argument."""
 READS = {
-    "config.json": (("advise", "--model"), ("doctor", "--model")),
+    "config.json": (("advise", "--model"),),
     "profile.json": (("advise", "--profile"),),
     "lengths.json": (("advise", "--lengths"), ("advise", "--trace")),
 }
@@ -79,7 +79,7 @@ def somewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         os.truncate("large", 1 << 40)
         Path("deep.json").write_text("[" * 10**5)
         patch.setattr("pat_vllm.cli.profile.take_profile", lambda *_: print("measured"))
-        patch.setattr("pat_vllm.doctor.stages.run_stages", lambda *_: iter(()))
+        patch.setattr("pat_vllm.doctor.run.examine", lambda *_: ())
         for name in ("torch", "transformers"):
             patch.setitem(sys.modules, name, None)
         yield

@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 import json
-import sys
 from io import StringIO
 from itertools import count
+from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock, call
 
 import pytest
 
 from pat_vllm.doctor import engine as module
+from pat_vllm.doctor import examination
 from pat_vllm.doctor.child import Events
 from pat_vllm.doctor.compare import Comparison, Differs
-from pat_vllm.doctor.engine import PATEngine, StockEngine, Task, run_checks
+from pat_vllm.doctor.engine import PATEngine
+from pat_vllm.doctor.examination import Examination, run_checks
+from pat_vllm.doctor.report import Unfit
+from pat_vllm.doctor.request import Request
 from pat_vllm.layout import Layout
 from pat_vllm.reporting import DraftCounts, DraftSample
 from tests.unit.doctor.test_compare import REFERENCE
 
-AS_USED = Task(
-    {"model": "first"}, "other", ((1, 2),), (REFERENCE, REFERENCE), (2, 0), as_used="all of it"
-)
+ENGINE = {
+    "enable_sleep_mode": True,
+    "speculative_config": {"num_speculative_tokens": 2},
+    "additional_config": {"pat": {"policy": {"kind": "schedule"}}},
+}
+
+
+def pat_engine() -> PATEngine:
+    return PATEngine(ENGINE, ((1, 2),), (REFERENCE, REFERENCE), Path("other"), Events())
 
 
 def check(patch: pytest.MonkeyPatch, wrong: int | None = None) -> tuple[Any, int, bool]:
@@ -30,8 +40,7 @@ def check(patch: pytest.MonkeyPatch, wrong: int | None = None) -> tuple[Any, int
     Returns:
         The engine, how many comparisons there were, and whether all checks have passed.
     """
-    numbers, events = count(), Events()
-    engine = PATEngine(AS_USED, events)
+    numbers, engine = count(), pat_engine()
 
     def compare(*_: Any) -> Comparison:
         if next(numbers) == wrong:
@@ -42,16 +51,17 @@ def check(patch: pytest.MonkeyPatch, wrong: int | None = None) -> tuple[Any, int
         patch.setattr(engine, name, compare)
     engine.llm, engine.layouts = MagicMock(), [Layout.of(tp, 2) for tp in (1, 2)]
     patch.setattr(engine, "start", str)
-    patch.setattr(PATEngine, "on_cpu", True)
+    patch.setattr(PATEngine, "on_cpu", False)
     patch.setattr(module, "switch_to", lambda *_: None)
-    patch.setattr(module, "send_by_ipc", lambda llm, model, _: llm.ipc(model) and "IPC")
-    passed = run_checks(engine.checks(), events)
+    passed = run_checks(engine.checks(), engine.events)
     return engine.llm, next(numbers), passed
 
 
 def test_every_answer_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the policy, in two layouts, across both pairs, with drafts, after sleep, after an update
+    in two layouts."""
     _, comparisons, passed = check(monkeypatch)
-    assert passed and comparisons == 1 + 2 + 2 + 1 + 2 + 2
+    assert passed and comparisons == 1 + 2 + 2 + 1 + 1 + 2
     for number in range(comparisons):
         assert not check(monkeypatch, number)[2]
 
@@ -61,34 +71,57 @@ def test_lost_weights_are_replaced_before_the_kv_cache_wakes_up(
 ) -> None:
     llm, _, _ = check(monkeypatch)
     assert llm.method_calls == [
+        call.sleep(level=1),
+        call.wake_up(),
         call.sleep(level=2),
         call.wake_up(["weights"]),
         call.collective_rpc("reload_weights", kwargs={"weights_path": "other"}),
         call.wake_up(["kv_cache"]),
         call.reset_prefix_cache(),
-        call.ipc("first"),
-        call.reset_prefix_cache(),
         call.llm_engine.engine_core.shutdown(),
     ]
+
+
+@pytest.mark.parametrize(
+    ("graphs", "given", "fits"),
+    [(3, {}, True), (0, {}, False), (0, {"enforce_eager": True}, True)],
+)
+def test_graphs_that_were_not_captured_are_no_success(
+    graphs: int, given: dict[str, Any], fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = pat_engine()
+    engine.engine = {**ENGINE, **given}
+    llm = MagicMock()
+    llm.collective_rpc.return_value = [(5, "FULL", "FLASH_ATTN"), (graphs, "FULL", "FLASH_ATTN")]
+    monkeypatch.setattr(module, "start", lambda _: llm)
+    monkeypatch.setattr("pat_vllm.api.report", lambda llm: MagicMock(layouts=[Layout.of(2, 2)]))
+    assert run_checks([("start", engine.start)], engine.events) == fits
+    assert isinstance(engine.events.file, StringIO)
+    assert f"cudagraph_mode FULL, {graphs} graphs a rank" in engine.events.file.getvalue()
 
 
 def test_rounding_is_known_before_anything_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine of tensor parallelism 2 gives the first of stock vLLM's tokens another score."""
     engines: list[dict[str, Any]] = []
 
-    def llm(**engine: Any) -> MagicMock:
+    def start(engine: dict[str, Any]) -> MagicMock:
         engines.append(engine)
         return MagicMock()
 
-    monkeypatch.setitem(sys.modules, "vllm", MagicMock(LLM=llm))
-    monkeypatch.setattr(module, "generate", lambda *_, **__: REFERENCE.outputs)
+    monkeypatch.setattr(examination, "start", start)
+    monkeypatch.setattr(examination, "machine_checks", lambda ranks: ())
+    monkeypatch.setattr(examination, "generate", lambda *_, **__: REFERENCE.outputs)
+    monkeypatch.setattr(PATEngine, "checks", lambda self: iter([("ours", str)]))
     scores = [REFERENCE.forced, ((-0.1, -0.23), (-1.0,)), REFERENCE.forced]
-    monkeypatch.setattr(module, "score", lambda *_: scores[len(engines) - 1])
-    engine = StockEngine(Task({"model": "first"}, "other", ((1, 2),), rounding_tp=2), Events())
-    assert run_checks(engine.checks(), Events())
-    assert [options["model"] for options in engines] == ["first", "first", "other"]
+    monkeypatch.setattr(examination, "score", lambda *_: scores[len(engines) - 1])
+    examined = Examination(Request(2), Path("of"), Events())
+    examined.engine, examined.prompts = Request(2).with_pat("of/weights", on_cpu=False), ((1, 2),)
+    for name in ("make_models", "options"):
+        monkeypatch.setattr(examined, name, str)
+    assert run_checks(examined.checks(), examined.events)
+    assert [options["model"] for options in engines] == ["of/weights"] * 2 + ["of/new-weights"]
     assert [options.get("tensor_parallel_size") for options in engines] == [None, 2, None]
-    assert [reference.rounding for reference in engine.references] == pytest.approx([0.03, 0.03])
+    assert [reference.rounding for reference in examined.references] == pytest.approx([0.03, 0.03])
 
 
 def test_the_first_check_that_fails_is_the_last() -> None:
@@ -109,7 +142,7 @@ def test_drafts_that_were_never_made_are_no_success(
     drafted: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All responses may have ended before a draft length was asked for."""
-    engine = PATEngine(AS_USED, Events())
+    engine = pat_engine()
     engine.llm, engine.layouts = MagicMock(), [Layout.of(2, 2)]
     drafts = [DraftSample(0.0, Layout.of(2, 2), 0, 2, 1, DraftCounts(0, 0))]
     monkeypatch.setattr(module, "switch_to", lambda *_: None)
@@ -126,5 +159,5 @@ def test_drafts_that_were_never_made_are_no_success(
     if drafted:
         assert engine.with_drafts().startswith("k = 2: 4 of 8 accepted"), "of those asked for"
     else:
-        with pytest.raises(RuntimeError, match="before the engine drafted"):
+        with pytest.raises(Unfit, match="before the engine drafted"):
             engine.with_drafts()

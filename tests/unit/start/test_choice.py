@@ -12,7 +12,6 @@ import pytest
 from pat_vllm.advice.advise_options import AdviseOptions
 from pat_vllm.advice.rollouts import rollouts_of
 from pat_vllm.config import PATConfig
-from pat_vllm.doctor.arithmetic import check_memory, engine_shape
 from pat_vllm.layout import Layout
 from pat_vllm.modelled.batch_time import Load
 from pat_vllm.models.known_models import MODEL_SHAPES
@@ -23,6 +22,7 @@ from pat_vllm.start.buffers import EngineShape
 from pat_vllm.start.choice import Choice, choose
 from pat_vllm.start.gpus import GPUS, Device
 from pat_vllm.start.memory_estimate import estimate
+from tests.support.engine_shapes import engine_shape
 
 A40, H100, H200 = (GPUS[name].device for name in ("A40", "H100", "H200"))
 UNKNOWN = Device(48 << 30, "8.9")
@@ -221,16 +221,16 @@ CHOICES = {
 
 
 @pytest.mark.parametrize(("model", "gpu"), CHOICES)
-def test_advise_and_doctor_agree(monkeypatch: pytest.MonkeyPatch, model: str, gpu: str) -> None:
+def test_advise_agrees(monkeypatch: pytest.MonkeyPatch, model: str, gpu: str) -> None:
     """At the same load. Engines: tests/vllm/start/test_layout_choice.py."""
     config, device = CONFIGS[model], GPUS[gpu].device
     monkeypatch.setitem(MODEL_SHAPES, model, config)  # type: ignore[arg-type]
     given = {"max_model_len": LONGEST}
     shape, picked = engine_shape(config, PATConfig(), 8, given, device)
     assert tuple(layout.tp for layout in picked.layouts) == CHOICES[model, gpu]
-    stated = check_memory(config, device, shape, chosen=picked.found)
     names = ", ".join(map(str, shape.layouts))
-    assert stated.found.startswith(f"layouts {names}, by modelled times") and not stated.problem
+    assert picked.found.startswith(f"layouts {names}, by modelled times")
+    assert estimate(ModelSize.of(config, 2), shape, device).kv_tokens[shape.layouts[0].tp] > LONGEST
     assert (len(shape.layouts) == 1) == ("one layout" in (picked.warning or ""))
     # Of the load that `advise` is asked about, as many responses will come.
     monkeypatch.setattr(Load, "usual", classmethod(lambda cls, *of: exact))

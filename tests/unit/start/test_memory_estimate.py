@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from pat_vllm.advice.advise_options import AdviseOptions
 from pat_vllm.advice.rollouts import modelled_engine, rollouts_of
 from pat_vllm.config import PATConfig
-from pat_vllm.doctor.arithmetic import check_memory, engine_shape
 from pat_vllm.kv_transfer.plan import ROUNDS
 from pat_vllm.layout import Experts, Layout
 from pat_vllm.modelled.hardware import modelled_profile
@@ -38,6 +37,7 @@ from pat_vllm.start.memory_estimate import (
     staged_share,
     static_engine,
 )
+from tests.support.engine_shapes import engine_shape
 
 GB = 10**9
 LAYOUTS = tuple(Layout.of(tp, 8) for tp in (1, 2, 4, 8))
@@ -371,7 +371,7 @@ def tokens_by_bytes(model: ModelSize, profile: Profile) -> dict[int, int]:
     [("llama-3.1-8b", LLAMA_8B), ("qwen3-30b-a3b", QWEN3_30B_A3B)],
     ids=["8B", "30B-A3B"],
 )
-def test_simulator_advise_and_doctor_grant_what_an_engine_has(
+def test_simulator_and_advise_grant_what_an_engine_has(
     name: str, model: ModelSize, gpu: str
 ) -> None:
     """PAT's KV in every layout, to 2% of what a worker would measure; and static engines'."""
@@ -390,9 +390,8 @@ def test_simulator_advise_and_doctor_grant_what_an_engine_has(
         given = {"max_model_len": 32768}
         shape, _ = engine_shape(config, options, 8, given, GPUS[gpu].device)
         assert shape.layouts == profile.layouts
-        stated = check_memory(config, GPUS[gpu].device, shape)
-        assert stated.values["kv_tokens"] == profile.kv_tokens
-        assert f"{profile.kv_tokens[base]:,} tokens" in stated.found
+        of_shape = estimate(ModelSize.of(config, 2), shape, GPUS[gpu].device)
+        assert of_shape.kv_tokens == profile.kv_tokens
         kv = measured_by_a_worker(model, shape, gpu)
         for granted in tokens_by_bytes(model, profile).values():
             assert granted == pytest.approx(kv, rel=0.02)

@@ -12,6 +12,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import vllm.envs as envs
+from vllm import platforms
 
 from benchmarks.gpu.bare import one_gpu
 from pat_vllm.kv_transfer.exchange import CollectiveTransport
@@ -137,12 +138,16 @@ def linear_attention(resolve: Callable[[Any], tuple[str, str]]) -> None:
 
 def doctor() -> None:
     """It finds a GPU for each rank."""
-    from pat_vllm.doctor.environment import EnvironmentFacts, FoundDevice, environment_checks
+    from vllm.platforms.cuda import NvmlCudaPlatform
 
-    gpu = FoundDevice(80 << 30, "9.0", name="a GPU", free=79 << 30)
-    facts = EnvironmentFacts({}, "cuda", "a CPU", 1 << 40, 1 << 40, (gpu,), ((True,),))
-    assert not [check for check in environment_checks(facts, 2, True) if check.problem]
-    assert [check for check in environment_checks(facts, 3, True) if check.problem]
+    from pat_vllm.doctor.machine import gpus
+
+    setattr(platforms, "current_platform", NvmlCudaPlatform)  # noqa: B010
+    torch.cuda.device_count = lambda: 1
+    torch.cuda.mem_get_info = lambda at: (79 << 30, 80 << 30)
+    torch.cuda.get_device_capability = lambda at: (9, 0)
+    torch.cuda.get_device_name = lambda at: "a GPU"
+    assert gpus(2) == "1 x a GPU (80.0 GiB, 9.0)"
 
 
 if __name__ == "__main__":

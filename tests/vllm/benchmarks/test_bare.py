@@ -76,7 +76,7 @@ def parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, lis
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(kernels, "scale_of", begin)
     monkeypatch.setattr("vllm.LLM", begin)
-    monkeypatch.setattr("pat_vllm.doctor.stages.run_stages", begin)
+    monkeypatch.setattr("pat_vllm.doctor.run.examine", begin)
     engine_options = {field.name for field in fields(EngineArgs)}
 
     def parse_step(step: str, arguments: list[str]) -> None:

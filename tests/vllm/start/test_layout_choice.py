@@ -14,7 +14,6 @@ import pytest
 from vllm.config import CacheConfig
 
 from pat_vllm.config import PATConfig
-from pat_vllm.doctor.arithmetic import engine_shape
 from pat_vllm.models.known_models import MODEL_SHAPES
 from pat_vllm.policy_config import StaticPolicyConfig
 from pat_vllm.reporting.history import EngineHistory
@@ -23,6 +22,7 @@ from pat_vllm.start.buffers import EngineShape
 from pat_vllm.start.gpus import GPUS
 from pat_vllm.start.setup import Setup
 from pat_vllm.worker.layout_config import layout_config
+from tests.support.engine_shapes import engine_shape
 from tests.support.models import random_model
 from tests.unit.start.test_choice import CHOICES, LONGEST, QWEN3_8B, QWEN3_32B
 
@@ -57,7 +57,7 @@ def engine_config(model: Path, ranks: int = 8, pat: Any = None, **options: Any) 
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_an_engine_agrees_with_doctor(
+def test_an_engine_agrees_with_the_arithmetic(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lines: list[str], model: str
 ) -> None:
     """And with `advise`: tests/unit/start/test_choice.py."""
