@@ -15,7 +15,7 @@ _NAME = re.compile(r"tp(\d+)dp(\d+)", re.ASCII)
 
 @dataclass(frozen=True)
 class Place:
-    """A rank's place in a layout, by which its weights are cut."""
+    """A rank's place in a group, by which its weights are cut."""
 
     tp: int
     tp_rank: int
@@ -24,7 +24,7 @@ class Place:
 
 @dataclass(frozen=True, order=True)
 class Layout:
-    """How N ranks are grouped: `replicas` tensor-parallel groups of `tp` ranks.
+    """How the ranks are grouped: `replicas` tensor-parallel groups of `tp` ranks each.
 
     Replica `i` owns every `replicas`-th global rank from rank `i` on. Layouts nest so: where `tp`
     divides the tp of a wider layout, a group lies within one of the wider groups, and the shard of
@@ -119,9 +119,10 @@ def device_of(rank: int, world_size: int) -> int:
 
     The ranks of a group are far apart (see `Layout`); their devices are neighbours, which may have
     a link of their own. The digits of a rank are those of its device reversed, in the number system
-    of the prime factors of `world_size`.
+    of the prime factors of `world_size`: of 8 ranks, rank 1 = 001 has device 4 = 100.
     """
     device, place, block, factor = 0, 1, world_size, 2
+    # `block` goes down by one prime factor a round, `place`, the value of a device's digit, up.
     while block > 1:
         if block % factor:
             factor += 1

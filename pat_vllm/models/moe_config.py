@@ -17,7 +17,7 @@ class MoEConfig:
     """What of a model's experts decides on how they can lie.
 
     Attributes:
-        num_experts: of a layer, without those that every token goes to.
+        num_experts: experts of a layer, without those that every token goes to.
         intermediate: width of an expert, elements.
     """
 

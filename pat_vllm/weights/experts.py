@@ -24,11 +24,11 @@ from pat_vllm.layout import Place
 from pat_vllm.weights.shards import Cut, EvenPartition, ExpertPartition, FirstPartition, Partition
 
 EXPERTS = (GptOssRoutedExperts, RoutedExperts)
-"""Classes whose weights layouts can share. From the most derived class to the least."""
+"""The classes whose weights layouts can share, from the most derived one to the least."""
 
 _BACKENDS = (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.CPU)
-"""Those that run experts as they were loaded, or pack copies of them: on CPU, where
-`keep_plain_weights` prevents it. Others permute the weights where they lie."""
+"""vLLM's backends that run experts as they were loaded. CPU's would pack copies of them, which
+`keep_plain_weights` prevents; all others permute the weights where they lie."""
 
 
 def expert_cuts(experts: RoutedExperts, name: str) -> tuple[Cut, ...] | None:
@@ -36,11 +36,11 @@ def expert_cuts(experts: RoutedExperts, name: str) -> tuple[Cut, ...] | None:
 
     Args:
         name: "w13_weight", of shape `[experts, 2 * intermediate, hidden]`, whose rows are gate's
-            and then up's; "w2_weight", `[experts, hidden, intermediate]`; of gpt-oss, whose gate's
-            and up's rows take turns, "w13_bias" and "w2_bias", too, without the last dimension.
+            and then up's; "w2_weight", `[experts, hidden, intermediate]`. gpt-oss, whose gate's and
+            up's rows take turns, also has "w13_bias" and "w2_bias", without the last dimension.
     """
     config = experts.moe_config
-    width = config.intermediate_size
+    width = config.intermediate_size  # of the whole model, whatever the tp
     partition: Partition | None = None
     if name == "w2_weight":
         partition = EvenPartition((width,), dim=2)
@@ -52,6 +52,7 @@ def expert_cuts(experts: RoutedExperts, name: str) -> tuple[Cut, ...] | None:
         partition = FirstPartition(config.hidden_dim, dim=1)
     if partition is None:
         return None
+    # Of the two cuts an engine has one: the other leaves the dimension whole (`Cut.ways`).
     return Cut(ExpertPartition(config.num_experts), "ep"), Cut(partition, "tp")
 
 
@@ -90,21 +91,22 @@ def check_gates(path: str, runner: MoERunner) -> None:
 
 
 def what_slows(models: Iterable[tuple[str, nn.Module]]) -> Iterator[str]:
-    """Say why experts may run slower than in stock vLLM or with tuned kernels. None on CPU.
+    """Say why experts may run slower than in stock vLLM or with tuned kernels; on CPU, nothing.
 
     Args:
         models: the name and the model of each layout.
     """
     from vllm.model_executor.layers.fused_moe.fused_moe import get_moe_configs
 
-    of_layouts = [
+    # The layers of a model are alike: one of each layout tells.
+    one_of_each = [
         (name, module)
         for name, model in models
         for module in [next((m for m in model.modules() if isinstance(m, RoutedExperts)), None)]
         if module is not None
     ]
     untuned = []
-    for number, (name, experts) in enumerate(of_layouts):
+    for number, (name, experts) in enumerate(one_of_each):
         method = experts.quant_method
         if (
             not isinstance(method, UnquantizedFusedMoEMethod)
