@@ -70,7 +70,7 @@ def assert_caches_hold_their_text(
     held = cached_blocks(llm)
     by_rank = _kv(llm, held)
 
-    assert pat_vllm.switch(llm, tp=str(pat_vllm.report(llm).layouts[0]))
+    assert pat_vllm.switch(llm, tp=pat_vllm.report(llm).layouts[0].tp)
     assert llm.reset_prefix_cache()
     once: dict[str, Any] = {"max_tokens": 1, "temperature": 0.0}
     run(llm, {f"again {i}": Job(list(text), once) for i, text in enumerate(texts)})

@@ -89,7 +89,7 @@ def go_home(llm: Any) -> None:
     scheduler_of(llm).replica_set.drain()
     if llm.llm_engine.vllm_config.speculative_config is not None:
         pat_vllm.speculate(llm, None)
-    assert pat_vllm.switch(llm, tp=str(pat_vllm.report(llm).layouts[0]))
+    assert pat_vllm.switch(llm, tp=pat_vllm.report(llm).layouts[0].tp)
     assert llm.reset_prefix_cache()
 
 
