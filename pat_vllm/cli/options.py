@@ -41,6 +41,8 @@ def options_of(model: Callable[..., Any]) -> Callable[[Callable[..., None]], Cal
             except ValueError as error:
                 raise typer.BadParameter(str(error)) from error
             except ImportError as error:
+                if error.name is None:  # ours, which says what is needed
+                    raise failed(error) from error
                 needs = "this command needs vLLM: pip install 'pat-vllm[cpu]' or 'pat-vllm[cuda]'"
                 raise failed(f"{error}; {needs}") from error
             except OSError as error:

@@ -19,7 +19,7 @@ from pat_vllm.models.layer_sizes import routing_of
 from pat_vllm.profile import Profile
 from pat_vllm.profiling import cache as profile_cache
 from pat_vllm.profiling.grid import EngineLimits, Plan
-from pat_vllm.profiling.key import by_name, profile_key, title
+from pat_vllm.profiling.key import profile_key, title
 from pat_vllm.profiling.quality import REMEDY, problems
 from pat_vllm.profiling.runner import Profiler
 from pat_vllm.worker.layout_config import block_ratio, kinds_of
@@ -66,8 +66,7 @@ def load_or_measure(
         logger.info("PAT uses the cached profile %s", profile_cache.cache_path(profile.key))
     else:
         profile = _measure_at_start(executor, kv_cache_config, header, seconds_to_make)
-    kv_tokens = {int(tp): tokens for tp, tokens in header["kv_tokens"].items()}
-    return profile.model_copy(update={"kv_tokens": kv_tokens})
+    return profile.model_copy(update={"kv_tokens": header["kv_tokens"]})
 
 
 def _measure_at_start(
@@ -178,10 +177,7 @@ def _draft_lengths(vllm_config: VllmConfig, kept: Sequence[int]) -> tuple[int, .
 
 
 def profile_header(executor: PATExecutorMixin, kv_cache_config: KVCacheConfig) -> dict[str, Any]:
-    """The fields of a `Profile` that describe its engine, as JSON values.
-
-    What is sent to a front end compares equal to what is read from a file.
-    """
+    """The fields of a `Profile` that describe its engine."""
     vllm_config = executor.vllm_config
     limits = engine_limits(executor, kv_cache_config)
     key = profile_key(vllm_config, executor.setup, executor.resolved_kernels())
@@ -193,10 +189,10 @@ def profile_header(executor: PATExecutorMixin, kv_cache_config: KVCacheConfig) -
         "title": title(key),
         "key": key,
         "ranks": base.world_size,
-        "layouts": [str(layout) for layout in limits.layouts],
-        "max_num_seqs": by_name(limits.max_num_seqs),
-        "max_batch_tokens": by_name(limits.max_batch_tokens),
-        "kv_tokens": by_name(limits.kv_tokens),
+        "layouts": limits.layouts,
+        "max_num_seqs": limits.max_num_seqs,
+        "max_batch_tokens": limits.max_batch_tokens,
+        "kv_tokens": limits.kv_tokens,
         "kv_bytes_per_token": sum(kind.token_bytes for kind in limits.kinds),
-        "experts": routing and list(routing),
+        "experts": routing,
     }
