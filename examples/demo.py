@@ -72,20 +72,19 @@ def main() -> int:
         max_model_len=options.max_tokens + 64,
         kv_cache_memory_bytes=options.requests * KV_BYTES,
         speculative_config=ngram_config(4) if options.speculate else None,
-        skip_tokenizer_init=True,
     )
     batch = requests(options.requests, options.max_tokens, drafts=options.speculate)
     print(f"{options.requests} requests at once, {sum(p.max_tokens for _, p in batch)} tokens")
 
-    ways = {"replicas": "tp1dp2", "one group": "tp2dp1", "PAT": None}
+    ways = {"replicas": 1, "one group": 2, "PAT": None}
     outputs: list[list[list[int]]] = []
     runs: list[tuple[str, Run]] = []
     for number in range(options.rounds):
         runs = []
-        for way, layout in ways.items():
+        for way, tp in ways.items():
             llm.reset_prefix_cache()  # the batch before is over, and the layout that it was held in
-            if layout and not pat_vllm.switch(llm, layout):
-                raise RuntimeError(f"the engine refused to switch to {layout}")
+            if tp and not pat_vllm.switch(llm, tp):
+                raise RuntimeError(f"the engine refused to switch to tp={tp}")
             began = time.monotonic()
             outputs.append(generate(llm, batch))
             seconds = time.monotonic() - began
