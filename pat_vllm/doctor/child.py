@@ -42,14 +42,11 @@ def environment(ranks: int) -> dict[str, str]:
         threads = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(str(core) for core in cores[:ranks])}
     else:
         # With more threads than cores, a waiting thread spins on a core that another needs.
-        # Numba, which the n-gram drafter uses, would have a thread for each core.
-        threads = {
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "OMP_NUM_THREADS": "1",
-            "NUMBA_NUM_THREADS": "1",
-        }
+        threads = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
     defaults = {
         **threads,
+        # Numba, which the n-gram drafter uses, gives OpenMP a thread for each core otherwise.
+        "NUMBA_NUM_THREADS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
         "TOKENIZERS_PARALLELISM": "false",

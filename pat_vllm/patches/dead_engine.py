@@ -131,7 +131,7 @@ def let_signals_meet() -> None:
     Without it: a Ctrl-C in a terminal reaches the core and the front end, which then sends the core
     SIGTERM. vLLM's handler sets a `threading.Event`. Where it interrupts itself in there, it waits
     for a lock that it holds, until the core is killed (`front_end.ENDS_WITHIN`). Missing seam:
-    none, a mistake of `SignalCallback`, which stock vLLM has, too.
+    none, a mistake of `SignalCallback`, which vLLM 0.33 has, too.
     """
     from vllm.v1.engine.utils import SignalCallback
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -164,8 +163,8 @@ def draft_near_the_longest_context(runner: RunnerV1 | RunnerV2) -> None:
 
     Without it: as soon as one request of a step does, V1 gives zeros for drafts to all of them, on
     CPU by a CUDA stream, which ends the engine. That protects a drafter's KV cache; the n-gram
-    drafter has none, and proposes nothing beyond `max_model_len` itself. Missing seam: vLLM does
-    not ask the drafter.
+    drafter has none, and proposes nothing beyond `max_model_len` itself. vLLM 0.33 does so, too.
+    Missing seam: vLLM does not ask the drafter.
     """
     assert runner.speculative_config is not None
     if not is_v2(runner) and runner.speculative_config.method == "ngram":
@@ -177,8 +176,8 @@ def end_thinking_in_own_rows(runner: RunnerV1 | RunnerV2) -> None:
 
     Without it: with a drafter, vLLM counts a request's rows of logits by its drafts. In a step
     without any, each request has none by that, and the first request of the batch gets the tokens
-    that all others are to get. Missing seam: a sampler that tells the processor whether it verifies
-    drafts.
+    that all others are to get; a draft length of 0 makes many such steps. vLLM 0.33 does so, too.
+    Missing seam: a sampler that tells the processor whether it verifies drafts.
     """
     if is_v2(runner):
         return
@@ -204,8 +203,8 @@ def verify_sampled_drafts() -> None:
     Without it: vLLM's C++ writes these parameters of each draft token into a copy that nobody reads
     (vLLM issue 55005), so that drafts are verified by whatever lies in the memory, also those of
     greedy requests beside sampled ones. And where no request of a step has a draft, as in a
-    prefill, top-k fails. Missing seam: vLLM's registry of kernels would do for the first, but
-    complains in each worker of a kernel that is registered again.
+    prefill, top-k fails. vLLM 0.33 has both mistakes, too. Missing seam: vLLM's registry of kernels
+    would do for the first, but complains in each worker of a kernel that is registered again.
     """
     import vllm.v1.sample.rejection_sampler as rejection_sampler
 
@@ -217,27 +216,6 @@ def verify_sampled_drafts() -> None:
 
     replace(rejection_sampler, "expand_batch_to_tokens", lambda original: _of_each_token)
     replace(rejection_sampler, "apply_sampling_constraints", constraining)
-
-
-def keep_openmp_threads() -> None:
-    """Have numba, of which vLLM's n-gram drafter is made, launch one thread, as the drafter uses.
-
-    Without it: numba launches one for each core, and so gives OpenMP as many, whatever vLLM has
-    bound to this rank. Every kernel of a CPU worker then waits for threads that have no core. The
-    user's own `NUMBA_NUM_THREADS` is kept. Where numba's threads run already, so are they.
-    Missing seam: an option of the drafter.
-    """
-    name = "NUMBA_NUM_THREADS"
-    if name in os.environ:
-        return
-    from numba.core import config
-
-    os.environ[name] = "1"
-    try:
-        config.reload_config()
-    except RuntimeError:  # the number cannot be changed any more
-        del os.environ[name]
-        config.reload_config()
 
 
 def _of_each_token(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from pat_vllm.patches.drafts import keep_openmp_threads, verify_sampled_drafts
+from pat_vllm.patches.drafts import verify_sampled_drafts
 from pat_vllm.worker.late_memory import staged_by_switches
 from pat_vllm.worker.worker import PATWorkerMixin
 
@@ -28,7 +28,6 @@ class PATCPUWorker(PATWorkerMixin, CPUWorker):
 
         if config.speculative_config is not None:
             verify_sampled_drafts()
-            keep_openmp_threads()
         return RunnerV1(config, self.device)
 
     def determine_available_memory(self) -> int:

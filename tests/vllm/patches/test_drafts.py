@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -130,37 +127,3 @@ def test_drafts_are_verified_by_the_parameters_of_their_requests() -> None:
             torch.zeros(0, 16), none, parameters
         )
         assert constrained.shape == (0, 16)
-
-
-NUMBA = """
-import numba, sys
-if "launched" in sys.argv:
-    numba.set_num_threads(1)
-from pat_vllm.patches.drafts import keep_openmp_threads
-keep_openmp_threads()
-keep_openmp_threads()
-
-@numba.njit(parallel=True)
-def add(n):
-    total = 0
-    for i in numba.prange(n):
-        total += i
-    return total
-
-assert "launched" not in sys.argv or add(5) == 10
-print(numba.config.NUMBA_NUM_THREADS)
-"""
-
-
-@pytest.mark.parametrize(
-    ("arguments", "given", "threads"),
-    [([], None, 1), ([], "2", 2), (["launched"], None, os.cpu_count())],
-    ids=["none", "the user's own", "they run"],
-)
-def test_numbas_threads(arguments: list[str], given: str | None, threads: int) -> None:
-    environment = {k: v for k, v in os.environ.items() if k != "NUMBA_NUM_THREADS"}
-    if given is not None:
-        environment["NUMBA_NUM_THREADS"] = given
-    command = [sys.executable, "-c", NUMBA, *arguments]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert ended.stdout.strip() == str(threads), ended.stderr
