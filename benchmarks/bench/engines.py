@@ -13,17 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.batch import Request
-from benchmarks.bench.runs import PAT, Run, requests_of, run_of, serve
+from benchmarks.bench.runs import PAT, Run, requests_of, serve
 from benchmarks.bench.workloads import MAX_TOKENS, Workload
 from benchmarks.common import config_of
-from benchmarks.engine_process import PARK_SECONDS, PATIENCE_SECONDS, EngineFailed, EngineProcess
+from benchmarks.engine_process import PARK_SECONDS, PATIENCE_SECONDS, EngineProcess
 from benchmarks.paired import turns
 from benchmarks.simulator.traces import LengthTrace
 from pat_vllm.config import PATConfig
 from pat_vllm.doctor.child import environment
 from pat_vllm.layout import Layout
 from pat_vllm.profiling.cache import CACHE_DIR
-from pat_vllm.reporting import Report
 
 _BLOCK_TOKENS = 128
 """Tokens of a KV block: vLLM's default on CPUs."""
@@ -145,15 +144,13 @@ def measure(settings: BenchSettings) -> Measured:
     """Serve all batches on all sides, in turns.
 
     Raises:
-        EngineFailed: an engine failed, or a response does not have its length; none is left
-            running.
+        EngineFailed: an engine failed; none is left running.
         ValueError: the model does not fit the workloads.
     """
     runs: list[Run] = []
     options = {name: engine_options(settings, pat) for name, pat in sides(settings).items()}
     starts: dict[str, list[float]] = {name: [] for name in options}
     engines: dict[str, EngineProcess] = {}
-    reports: dict[str, Report | None] = {}
     with contextlib.ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pat-vllm-bench-")))
         stack.callback(lambda: [engine.close() for engine in engines.values()])
@@ -165,17 +162,12 @@ def measure(settings: BenchSettings) -> Measured:
                 engines.pop(name).close()
             engines[name] = EngineProcess(options[name], environment, scratch / f"{name}.log")
             starts[name].append(engines[name].wait_until_ready())
-            reports[name] = None
             time.sleep(PARK_SECONDS)
 
         def run(name: str, trace: LengthTrace, repeat: int) -> None:
             _tell(f"{trace.name}, batch {repeat} of {settings.repeats}: {name}")
-            requests, batch = settings.requests(trace, repeat), f"{trace.name}-{repeat}"
-            served = engines[name].call(serve, requests, batch, timeout=PATIENCE_SECONDS)
-            if served.tokens != trace.lengths:
-                raise EngineFailed(f"{name}, {batch}: a response does not have its length")
-            runs.append(run_of(name, trace.name, repeat, served, reports[name]))
-            reports[name] = served.report
+            batch = (name, trace.name, repeat, settings.requests(trace, repeat))
+            runs.append(engines[name].call(serve, *batch, timeout=PATIENCE_SECONDS))
             # Until the engine takes no core any more.
             time.sleep(PARK_SECONDS)
 

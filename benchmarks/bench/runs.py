@@ -11,23 +11,13 @@ import numpy as np
 from benchmarks.batch import Request, serve_batch
 from benchmarks.simulator.traces import LengthTrace
 from pat_vllm.layout import Layout
-from pat_vllm.reporting import DecisionReport, PredictorReport, Report
+from pat_vllm.reporting import DecisionReport
 
 PAT = "PAT"
 """Name of the adaptive side."""
 
 _SPECIAL_TOKENS = 3
 """Ids below are no text in the random models."""
-
-
-@dataclass(frozen=True)
-class Served:
-    """A served batch: seconds on the monotonic clock, tokens by request, the engine's report."""
-
-    began: float
-    ended: tuple[float, ...]
-    tokens: tuple[int, ...]
-    report: Report
 
 
 @dataclass(frozen=True)
@@ -57,14 +47,6 @@ class Run:
     step_error: Mapping[str, tuple[int, float]]
 
 
-def serve(llm: Any, requests: Sequence[Request], name: str) -> Served:
-    """Serve requests as they arrive, neither less nor more tokens than each wants."""
-    from pat_vllm.api import report
-
-    began, ended, tokens = serve_batch(llm, requests, name)
-    return Served(began, tuple(ended), tuple(tokens), report(llm))
-
-
 def requests_of(trace: LengthTrace, vocab: int, seed: int) -> tuple[Request, ...]:
     """Random prompts of a trace's sizes; requests of a group have the same."""
 
@@ -80,21 +62,23 @@ def requests_of(trace: LengthTrace, vocab: int, seed: int) -> tuple[Request, ...
     )
 
 
-def run_of(side: str, workload: str, repeat: int, served: Served, before: Report | None) -> Run:
-    """What a batch was, cut out of the engine's history.
+def serve(llm: Any, side: str, workload: str, repeat: int, requests: Sequence[Request]) -> Run:
+    """In an engine's process, serve requests as they arrive, neither less nor more tokens than each
+    wants; what the batch was is cut out of the engine's history."""
+    from pat_vllm.api import report
 
-    Args:
-        before: the engine's report after its last batch.
-    """
-    began, ended = served.began, max(served.ended)
-    switches = [s for s in served.report.switches if began <= s.at <= ended and s.reason != "idle"]
-    now, past = served.report.predictor, before.predictor if before else PredictorReport()
+    past = report(llm).predictor
+    began, times, tokens = serve_batch(llm, requests, f"{workload}-{repeat}")
+    assert tokens == [request.length for request in requests]
+    after, ended = report(llm), max(times)
+    switches = [s for s in after.switches if began <= s.at <= ended and s.reason != "idle"]
+    now = after.predictor
     return Run(
         side=side,
         workload=workload,
         repeat=repeat,
         seconds=ended - began,
-        tokens=sum(served.tokens),
+        tokens=sum(tokens),
         switches=len(switches),
         stalled=sum(switch.seconds - switch.quiesce for switch in switches),
         planning=now.planning - past.planning,
