@@ -153,8 +153,13 @@ def measure(settings: BenchSettings) -> Measured:
     engines: dict[str, EngineProcess] = {}
     with contextlib.ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pat-vllm-bench-")))
-        stack.callback(lambda: [engine.close() for engine in engines.values()])
         environment = environment_of(settings.ranks, scratch)
+
+        def close() -> None:
+            for engine in engines.values():
+                engine.close()
+
+        stack.callback(close)
 
         def start(name: str) -> None:
             _tell(f"starting {name}")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -50,7 +51,7 @@ def scale_of(device: torch.device, quick: bool) -> Scale:
     whole = Scale(ModelSize.of(MODEL_SHAPES["llama-3.1-8b"]))
     if not quick:
         return whole
-    sizes = {"requests": (1, 16), "tokens": (2048, 8192), "wide": (2,)}
+    sizes: dict[str, Any] = {"requests": (1, 16), "tokens": (2048, 8192), "wide": (2,)}
     copies = tuple(n << 20 for n in (16, 256, 1024))
     return replace(whole, copies=copies, kv_bytes=16 << 30, repeats=5, **sizes)
 
