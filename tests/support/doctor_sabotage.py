@@ -32,13 +32,13 @@ def wrong_rows() -> None:
 
 
 def dies() -> None:
-    """Rank 1 kills itself in the first switch that has KV to move."""
+    """Rank 1 kills itself in the first switch that carries requests."""
     from pat_vllm.worker.worker import PATWorkerMixin
 
     switch = PATWorkerMixin.pat_switch
 
     def die(self: Any, command: Any) -> Any:
-        if self.rank == 1 and command.moves:
+        if self.rank == 1 and command.placement:
             os.kill(os.getpid(), signal.SIGKILL)
         return switch(self, command)
 
