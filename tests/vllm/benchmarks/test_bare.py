@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import fields
-from itertools import chain, groupby
+from itertools import chain, groupby, pairwise
 from pathlib import Path
 
 import pytest
@@ -86,8 +86,9 @@ def parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, lis
             result = subprocess.run(listed, cwd=run.ROOT, capture_output=True)
             assert result.returncode == 0, (command, result.stdout)
             return
-        for options in (word for word in command if word.startswith("{")):
-            assert json.loads(options).keys() <= engine_options
+        for option, value in pairwise(command):
+            if option == "--engine":
+                assert json.loads(value).keys() <= engine_options
         if command[0] == "pat-vllm":
             outcome = CliRunner().invoke(app, command[1:])
             assert isinstance(outcome.exception, Parsed), (command, outcome.output)
