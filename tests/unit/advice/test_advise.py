@@ -442,7 +442,7 @@ def test_options_of_mixtures_name_base_and_kind(
         }
     )
     options = pat_options(replace(mixture, rollouts=replace(mixture.rollouts, profile=engine)))
-    del options["policy"]
+    del options["policy"], options["state_dir"]
     assert options == {"base_tp": 1, **expected}
 
 

@@ -19,7 +19,7 @@ from pat_vllm.start.buffers import EngineShape
 from pat_vllm.start.gpus import GPUS
 from pat_vllm.start.memory_estimate import estimate
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[3]
 
 
 def sizes(profile: Profile) -> tuple[int, ...]:
