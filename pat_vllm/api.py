@@ -19,8 +19,8 @@ def switch(llm: LLM, tp: int) -> bool:
     """Switch an `LLM` to another layout now, mid-generation too.
 
     May be called from another thread while `generate` runs, or between `step()`s. The layout
-    holds, whatever the policy says, until the batch is over: until no request is left and none is
-    expected to be continued, as trajectories are while their tools run, or caches are reset.
+    holds, whatever the policy says, until the batch is over: until no request is left and caches
+    are reset, weights change, or none has come for 5 s (`idle_seconds` of the policy).
 
     Args:
         llm: a `vllm.LLM` that runs with PAT.

@@ -54,7 +54,8 @@ class PATConfig(StrictModel):
         policy: who decides on switches.
         kv_transfer: what becomes of in-flight KV at a switch: "migrate" copies it between ranks,
             "recompute" prefills again, "auto" takes the cheaper for each request. Prefixes in
-            caches come along always, never, or if that is expected to pay.
+            caches come along, the last used first, as far as blocks are free; with "recompute" no
+            KV moves at all.
         weights: "inplace" keeps one copy of the weights for all layouts and moves rows in it at a
             switch; "materialized" keeps a copy for each layout; "auto" is "inplace" with CUDA's
             default kernels, else "materialized".

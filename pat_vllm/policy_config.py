@@ -10,6 +10,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    StrictFloat,
     StrictInt,
     StrictStr,
 )
@@ -21,6 +22,11 @@ MOST_RANKS = 1024
 MOST_PROBLEMS = 5
 """That an error names."""
 _MOST_DIGITS, _MOST_TOKENS = 9, 2**31
+IDLE_SECONDS = 5.0
+"""Seconds without a request after which a batch is over, if a user says nothing else: longer than
+most tools take between two turns of an agent."""
+_MOST_IDLE_SECONDS = 86_400.0
+"""A day: `idle_seconds` of a policy may be no longer."""
 
 
 def _layout_tp(value: Any) -> int:
@@ -68,7 +74,18 @@ class StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class StaticPolicyConfig(StrictModel):
+class EveryPolicyConfig(StrictModel):
+    """Options that every policy has.
+
+    Attributes:
+        idle_seconds: a batch is over when no request has been there for this long, seconds. It is
+            over at once when caches are reset or weights have changed, as where training begins.
+    """
+
+    idle_seconds: Annotated[StrictFloat, Field(ge=0, le=_MOST_IDLE_SECONDS)] = IDLE_SECONDS
+
+
+class StaticPolicyConfig(EveryPolicyConfig):
     """Stay in one layout.
 
     Attributes:
@@ -79,7 +96,7 @@ class StaticPolicyConfig(StrictModel):
     tp: LayoutTp | None = None
 
 
-class SchedulePolicyConfig(StrictModel):
+class SchedulePolicyConfig(EveryPolicyConfig):
     """With at most K live requests, be in the layout of tp `switch_at[K]`.
 
     Attributes:
@@ -97,7 +114,7 @@ class SchedulePolicyConfig(StrictModel):
     ] = {}
 
 
-class PredictorPolicyConfig(StrictModel):
+class PredictorPolicyConfig(EveryPolicyConfig):
     """Follow the plan of layouts that is predicted to end the batch soonest, switches included.
 
     Attributes:

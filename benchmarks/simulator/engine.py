@@ -15,7 +15,7 @@ from pat_vllm.kv_transfer.placement import RequestPlacement, place_requests
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.acceptance import DraftYield
 from pat_vllm.predictor.policy import Policy
-from pat_vllm.predictor.state import Ints, LiveRequests, LiveState, Turn
+from pat_vllm.predictor.state import Ints, LiveRequests, LiveState
 from pat_vllm.profile import Profile
 from pat_vllm.reporting import LiveSample, Report, SwitchReport
 from pat_vllm.scheduler.routing import Router
@@ -123,7 +123,7 @@ class SimulatedEngine:
     def _live_requests(self) -> SimulatedLiveRequests:
         requests, replicas = self._requests, self._replicas
         live = np.array([i for r in replicas for i in (*r.running, *r.waiting)], np.int64)
-        outputs, none = requests.outputs[live], np.zeros(len(live), np.int64)
+        outputs = requests.outputs[live]
         return SimulatedLiveRequests(
             requests.prompt[live],
             outputs,
@@ -132,8 +132,6 @@ class SimulatedEngine:
             requests.group[live],
             live,
             np.repeat([r.made for r in replicas], [r.num_seqs for r in replicas]),
-            none,
-            none,
             requests.computed[live],
             remaining=requests.length[live] - outputs,
             draft_yield=lambda lengths: requests.drafts.draft_yield(live, outputs, lengths),
@@ -211,7 +209,6 @@ class SimulatedEngine:
             self._requests.finished[request] = ended
             length = int(self._requests.length[request])
             policy.finished(ended, length, complete=length < self._trace.max_tokens)
-            policy.ended(ended, Turn(request, 0, 0), int(self._requests.tokens(request)))
         if complete:
             self._note()
 
@@ -225,7 +222,7 @@ class SimulatedEngine:
             self._replicas[self._router.route(group, loads)].waiting.append(request)
             self.num_seqs += 1
             self._last_arrival = self.now
-            self._policy.arrived(self.now, Turn(request, 0, 0), int(self._requests.prompt[request]))
+            self._policy.arrived(self.now)
         self._note()
 
     # ---------------------------------------------------------------- switches

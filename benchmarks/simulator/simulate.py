@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 
 from benchmarks.simulator.engine import SimulatedEngine, SimulatedReport
 from benchmarks.simulator.ground_truth import GroundTruth
 from benchmarks.simulator.traces import LengthTrace
+from pat_vllm.policy_config import IDLE_SECONDS
 from pat_vllm.predictor.policy import Policy
 from pat_vllm.profile import Profile
 
@@ -20,6 +22,9 @@ def simulate(
 ) -> SimulatedReport:
     """Replay one trace.
 
+    A batch is over when no request came for `IDLE_SECONDS`, as in an engine, which then returns to
+    its policy's default layout before the next one; and at the end of the trace.
+
     Args:
         policy: its layouts are the engine's; it may have seen earlier runs.
         truth: what steps and switches take.
@@ -30,22 +35,29 @@ def simulate(
         ValueError: a request does not fit into a replica's memory.
     """
     engine = SimulatedEngine(trace, truth, profile, policy, began)
+    idle_since = math.inf
     while engine.num_seqs or engine.arriving:
         if not engine.num_seqs:
-            engine.advance()  # to the next arrival
+            if engine.next_arrival - idle_since >= IDLE_SECONDS:
+                engine.now = engine.next_arrival
+                _end_batch(engine, policy)
+            if not engine.num_seqs:
+                engine.advance()  # to the next arrival
         target = policy.choose(engine.state())
         if target != engine.layout:
             engine.switch(target, "policy")
         if engine.num_seqs:
             engine.advance()
         if not engine.num_seqs:
-            _end_batch(engine, policy)
+            policy.idle(engine.now)
+            idle_since = engine.now
+    _end_batch(engine, policy)
     return engine.report()
 
 
 def _end_batch(engine: SimulatedEngine, policy: Policy) -> None:
     """The batch is over: the engine returns to its policy's default layout."""
-    policy.idle(engine.now)
+    policy.batch_over(engine.now)
     if policy.default_layout != engine.layout:
         engine.switch(policy.default_layout, "idle")
 

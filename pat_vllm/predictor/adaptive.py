@@ -20,18 +20,17 @@ import numpy as np
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.acceptance import PLAIN, AcceptanceByPrompt
 from pat_vllm.predictor.cost import CostModel
-from pat_vllm.predictor.decisions import Decisions
 from pat_vllm.predictor.forecast import forecast
 from pat_vllm.predictor.learned_state import LearnedState
 from pat_vllm.predictor.planner import LayoutCosts, Plan, Planner
 from pat_vllm.predictor.policy import SETTLE_SECONDS, Policy
 from pat_vllm.predictor.probing import Prober
 from pat_vllm.predictor.speeds import Speeds
-from pat_vllm.predictor.state import Ints, LiveRequests, LiveState, Turn
+from pat_vllm.predictor.state import Ints, LiveRequests, LiveState
 from pat_vllm.predictor.step_time import StepTimeModel
-from pat_vllm.predictor.trajectories import Trajectories, forecast_of_turns
 from pat_vllm.profile import Profile, StepShape
 from pat_vllm.reporting import DecisionReport, PredictorReport, SwitchReport
+from pat_vllm.reporting.decisions import Decisions
 
 _TRUSTED_STEPS = 4
 """Steps in the first layout that are compared with the profile before it may lead to a switch."""
@@ -103,7 +102,6 @@ class AdaptivePolicy(Policy):
             self.drafts = {layout: ((1, 1, 0),) for layout in layouts}
         self._speeds = Speeds()
         self._asked: Counter[int] = Counter()
-        self._trajectories = Trajectories()
         self._prober = Prober()
         self._decisions = Decisions()
         self._control_every = control_every
@@ -132,19 +130,13 @@ class AdaptivePolicy(Policy):
 
     # ---------------------------------------------------------------- what happens
 
-    def arrived(
-        self, now: float, turn: Turn, num_prompt_tokens: int, repeated: bool = False
-    ) -> None:
+    def arrived(self, now: float, repeated: bool = False) -> None:
         self._begun = min(self._begun, now)
-        self._trajectories.arrived(now, turn, num_prompt_tokens)
         if self._acceptance is not None:
             self._acceptance.arrived(repeated)
 
     def finished(self, now: float, num_output_tokens: int, complete: bool) -> None:
         self._lengths.finished(num_output_tokens, complete)
-
-    def ended(self, now: float, turn: Turn, num_tokens: int) -> None:
-        self._trajectories.ended(now, turn, num_tokens)
 
     def stepped(self, now: float, layout: Layout, shape: StepShape, seconds: float) -> None:
         self._decisions.stepped(seconds)
@@ -204,25 +196,23 @@ class AdaptivePolicy(Policy):
     def refused(self, now: float) -> None:
         self._prober.stop()
 
-    def is_over(self, now: float) -> bool:
-        return self._trajectories.is_over(now)
-
     def idle(self, now: float) -> None:
         self._decisions.idle()
+        # Without a step, where all requests were aborted before one, it did no work.
+        self._worked_before += max(0.0, min(now, self._last_step) - self._begun)
+        self._begun = math.inf
+        self._prober.stop()
+
+    def batch_over(self, now: float) -> None:
         self._lengths.end_of_batch()
         self._speeds.end_of_batch()
-        self._trajectories.end_of_batch()
         learnt = None
         if self._acceptance is not None:
             self._acceptance.end_of_batch()
             learnt = self._acceptance.of_new
         self._learned_state.save(self._lengths, learnt)
         self._planned = None
-        # Without a step, where all requests were aborted before one, it did no work.
-        self._worked_before += max(0.0, min(now, self._last_step) - self._begun)
-        self._begun = math.inf
         self._last_switch = None
-        self._prober.stop()
         self._last_plan = self._review = -math.inf
         self._batches_ended += 1
         every = self._control_every
@@ -292,7 +282,7 @@ class AdaptivePolicy(Policy):
         if self._acceptance is not None:
             self._speeds.observe(live, self._acceptance.per_step(self._length_asked()))
         remaining = self._lengths.sample(live, _FUTURES)
-        plan = self._layout_costs(state.now, live, remaining, live.uncomputed).plan(state.layout)
+        plan = self._layout_costs(live, remaining, live.uncomputed).plan(state.layout)
         if self._acceptance is not None:
             self.drafts = plan.layout_costs.drafts
         # While nothing finishes, contexts grow and the rest is seen in another light.
@@ -317,9 +307,7 @@ class AdaptivePolicy(Policy):
         length = max(asked, key=asked.__getitem__, default=0)
         return length if asked[length] >= _STEADY * asked.total() else 0
 
-    def _layout_costs(
-        self, now: float, live: LiveRequests, remaining: Ints, prompts: int
-    ) -> LayoutCosts:
+    def _layout_costs(self, live: LiveRequests, remaining: Ints, prompts: int) -> LayoutCosts:
         draft_yield, tokens, used = PLAIN, None, 0
         if self._acceptance is not None:
             draft_yield = self._acceptance.expected()
@@ -327,34 +315,23 @@ class AdaptivePolicy(Policy):
                 tokens = self._acceptance.tokens_at(self._speeds.sample(live, _FUTURES))
                 used = self._acceptance.used
         ahead = forecast(live, remaining, tokens, used)
-        if self._trajectories.go_on:
-            token = self._planner.token_seconds(self._layout, ahead, draft_yield)
-
-            def lengths(count: int) -> Ints:
-                fresh = LiveRequests.fresh(np.ones(count, np.int64), self._lengths.bound)
-                return self._lengths.sample(fresh, _FUTURES)
-
-            futures = self._trajectories.sample(now, live, remaining, lengths, float(token[-1]))
-            ahead = forecast_of_turns(futures)
         return self._planner.layout_costs(ahead, prompts=prompts, draft_yield=draft_yield)
 
     def _open(self, last: LiveRequests) -> None:
-        """Be ready for a batch of as many requests as `last`: an idle engine switches to
-        `default_layout`.
+        """Be ready for a batch of as many requests as `last`: between batches an engine switches
+        to `default_layout`.
 
         The last plan's drafts were for a batch's tail. As many of each request in a full batch may
         take the time of many steps.
         """
         none = np.zeros(len(last), np.int64)
-        fresh = replace(
-            last, num_output_tokens=none, num_computed_tokens=none, turn=none, held=none
-        )
+        fresh = replace(last, num_output_tokens=none, num_computed_tokens=none)
         remaining = self._lengths.sample(fresh, _FUTURES)
         # A prompt is computed once for all its samples.
         _, first = np.unique(last.group, return_index=True)
         prompts = int(last.num_prompt_tokens[first].sum())
         here = self._layout
-        costs = self._layout_costs(self._last_step, fresh, remaining, prompts)
+        costs = self._layout_costs(fresh, remaining, prompts)
         if self._acceptance is not None:
             self.drafts = costs.drafts
         if self.control:

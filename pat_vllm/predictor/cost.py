@@ -128,19 +128,6 @@ class CostModel:
         moving = carried_tokens(self._kinds, tokens)
         return "migrate" if migrate * moving <= recompute * tokens else "recompute"
 
-    def least_chance(self, source: Layout, target: Layout) -> float:
-        """From which chance on, that a cached prefix is asked for, it pays to migrate its KV.
-
-        Prefixes are computed again in all replicas side by side. Where nothing is known of that,
-        or KV is always to be migrated, all are worth it.
-        """
-        if self.mode == "recompute":
-            return math.inf
-        if self.mode == "migrate" or target not in self._recompute:
-            return 0.0
-        migrate, in_one_replica = self._per_token(source, target)
-        return migrate * target.replicas / in_one_replica
-
     def observe(self, report: SwitchReport) -> None:
         """Learn from a switch. The engine, or whoever plays one, calls this once for each.
 

@@ -33,8 +33,6 @@ class BatchForecast:
         steps_per_token: by draft length: steps in which the request that ends last makes a token,
             and in which the live requests, in the mean, make what they make meanwhile,
             [2, lengths, groups]. None where drafts help all requests alike.
-        cached: tokens of contexts that wait in caches for their next turns, [groups]. None where
-            nothing waits.
     """
 
     live: Floats
@@ -43,12 +41,6 @@ class BatchForecast:
     context: Floats
     longest: Floats
     steps_per_token: Floats | None = None
-    cached: Floats | None = None
-
-    @property
-    def held(self) -> Floats:
-        """Tokens of all contexts that a switch carries, [groups]."""
-        return self.context if self.cached is None else self.context + self.cached
 
 
 def forecast(

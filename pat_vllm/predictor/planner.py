@@ -27,7 +27,7 @@ from pat_vllm.layout import Layout
 from pat_vllm.predictor.acceptance import PLAIN, DraftYield
 from pat_vllm.predictor.draft_schedule import Schedule
 from pat_vllm.predictor.forecast import BatchForecast
-from pat_vllm.predictor.state import Floats, Ints
+from pat_vllm.predictor.state import Bools, Floats, Ints
 
 _PREFILL_CHUNK = 512
 """Prompt tokens that a step is taken to compute where many wait."""
@@ -131,6 +131,29 @@ class _Pace:
     lengths: Ints
 
 
+@dataclass(frozen=True)
+class _Load:
+    """What a replica of a layout has to do in each group of a forecast.
+
+    What it cannot hold at once waits, so that a token of each request takes longer than a step.
+
+    Attributes:
+        layout: the layout.
+        running: requests that run at once, [groups].
+        mean_context: tokens of a running request's context, [groups].
+        busy: replicas that have requests, [groups].
+        waves: requests that the replica has, by those that run at once, [groups].
+        preempts: whether requests wait for KV, so that vLLM preempts others, [groups].
+    """
+
+    layout: Layout
+    running: Floats
+    mean_context: Floats
+    busy: Floats
+    waves: Floats
+    preempts: Bools
+
+
 class Planner:
     """Finds the cheapest path of layouts and draft lengths.
 
@@ -161,64 +184,66 @@ class Planner:
         return self._pace(layout, forecast, draft_yield).token
 
     def _pace(self, layout: Layout, forecast: BatchForecast, draft_yield: DraftYield) -> _Pace:
-        """Requests are taken to be spread evenly now; what a replica cannot hold at once waits, so
-        that a token of each takes longer than a step. If it waits for KV, requests are preempted.
-        """
-        busy = np.minimum(layout.replicas, np.ceil(forecast.live))
-        batch = _batch(forecast.live, layout.replicas)
-        mean_context = forecast.context / forecast.live
-        room, most = self._kv_tokens[layout.tp], self._max_num_seqs[layout.tp]
-        admitted = np.minimum(batch, most)
-        running = np.minimum(admitted, np.maximum(room / np.maximum(1.0, mean_context), 1.0))
-        turns = batch / running
-        short = running < admitted
-        if short.any():
-            # Requests do not advance alike then: some run to their ends, the others wait. Over all
-            # groups that are short of KV, steps read as much KV as if requests advanced alike. So
-            # each step runs as many requests as have room with the mean context over these groups.
-            weights = np.where(short, forecast.steps + 1e-9, 0.0)
-            typical = float(weights @ forecast.context) / float(weights @ forecast.live)
-            queued = np.minimum(admitted, max(room / max(1.0, typical), 1.0))
-            running = np.where(short, queued, running)
-            mean_context = np.where(short, typical, mean_context)
-
-        def seconds(of: Floats) -> Floats:
-            """Of steps of so many requests, as many as let each make one, [lengths, groups]."""
-            steps = self._step(
-                layout,
-                of,
-                of * mean_context,
-                forecast.longest,
-                0,
-                busy,
-                draft_yield.drafts[:, None] * of,
-                draft_yield.lengths[:, None],
-            )
-            return np.broadcast_to(steps * turns, (len(draft_yield.lengths), len(turns)))
-
-        steps = seconds(running)
+        """How fast a layout is in each group, with the draft length that is fastest there."""
+        load = self._load(layout, forecast)
+        steps = self._step_seconds(load, forecast, draft_yield)
         tokens = steps / draft_yield.tokens[:, None]
         if forecast.steps_per_token is not None and draft_yield is not PLAIN:
-            # The fixed part of a step is paid for each step of the request that ends last, the
-            # rest by each request for its own steps. As requests end, steps of all sizes occur. The
-            # line through a quarter of the requests and all of them stands for these; `fixed` is
-            # its value for none.
-            last, each = forecast.steps_per_token
-            fixed = np.clip((4 * seconds(0.25 * running) - steps) / 3, 0.0, steps)
-            tokens = fixed * last + (steps - fixed) * each
+            quarter = replace(load, running=0.25 * load.running)
+            quarter_steps = self._step_seconds(quarter, forecast, draft_yield)
+            tokens = _seconds_of_unlike(steps, quarter_steps, forecast.steps_per_token)
         best, groups = tokens.argmin(axis=0), np.arange(len(forecast.live))
         token, step = tokens[best, groups], steps[best, groups]
-        if short.any():
+        if load.preempts.any():
             # Each token takes another's place, which is computed again when its request goes on.
-            again = short * forecast.live * self._prefill_pace(layout)
+            again = load.preempts * forecast.live * self._prefill_pace(layout)
             token, step = token + again, step + again * draft_yield.tokens[best]
         return _Pace(
             token=token,
             step=step,
             tokens=draft_yield.tokens[best],
-            running=running,
+            running=load.running,
             lengths=draft_yield.lengths[best],
         )
+
+    def _load(self, layout: Layout, forecast: BatchForecast) -> _Load:
+        """What a replica has to do. Requests are taken to be spread evenly now."""
+        batch = _batch(forecast.live, layout.replicas)
+        mean_context = forecast.context / forecast.live
+        room = self._kv_tokens[layout.tp]
+        admitted = np.minimum(batch, self._max_num_seqs[layout.tp])
+        running = np.minimum(admitted, np.maximum(room / np.maximum(1.0, mean_context), 1.0))
+        waves = batch / running
+        preempts = running < admitted
+        if preempts.any():
+            # Requests do not advance alike then: some run to their ends, the others wait. Over all
+            # groups that are short of KV, steps read as much KV as if requests advanced alike. So
+            # each step runs as many requests as have room with the mean context over these groups.
+            weights = np.where(preempts, forecast.steps + 1e-9, 0.0)
+            typical = float(weights @ forecast.context) / float(weights @ forecast.live)
+            queued = np.minimum(admitted, max(room / max(1.0, typical), 1.0))
+            running = np.where(preempts, queued, running)
+            mean_context = np.where(preempts, typical, mean_context)
+        busy = np.minimum(layout.replicas, np.ceil(forecast.live))
+        return _Load(layout, running, mean_context, busy, waves, preempts)
+
+    def _step_seconds(
+        self, load: _Load, forecast: BatchForecast, draft_yield: DraftYield
+    ) -> Floats:
+        """Seconds of as many steps as let each request of a replica make one, by draft length,
+        [lengths, groups]."""
+        seconds = self._step(
+            load.layout,
+            load.running,
+            load.running * load.mean_context,
+            forecast.longest,
+            0,
+            load.busy,
+            draft_yield.drafts[:, None] * load.running,
+            draft_yield.lengths[:, None],
+        )
+        shape = len(draft_yield.lengths), len(load.waves)
+        return np.broadcast_to(seconds * load.waves, shape)
 
     def layout_costs(
         self, forecast: BatchForecast, *, prompts: int = 0, draft_yield: DraftYield = PLAIN
@@ -264,7 +289,7 @@ class Planner:
         # The first step in the target has no drafts to verify: it gives one token.
         first = [pace.step * (1 - 1 / pace.tokens) for pace in paces]
         room = [layout.replicas * self._kv_tokens[layout.tp] for layout in self.layouts]
-        held = forecast.held
+        held = forecast.context
         for i, (source, pace) in enumerate(zip(self.layouts, paces, strict=True)):
             # Replicas step freely: one that has finished its step waits for the others, half a
             # step in the mean.
@@ -278,6 +303,27 @@ class Planner:
                     if lost.max() > 0:
                         seconds[i, j] += np.maximum(0, lost) * self._prefill_pace(target)
         return seconds.transpose(2, 0, 1).tolist()  # type: ignore[no-any-return]
+
+
+def _seconds_of_unlike(steps: Floats, quarter_steps: Floats, steps_per_token: Floats) -> Floats:
+    """Seconds in which every live request gets a token, where drafts help some more than others.
+
+    The fixed part of a step is paid for each step of the request that ends last, the rest by each
+    request for its own steps. As requests end, steps of all sizes occur. The line through a quarter
+    of the requests and all of them stands for these; its value for none is the fixed part.
+
+    Args:
+        steps, quarter_steps: seconds of a step with all requests, and with a quarter of them,
+            [lengths, groups].
+        steps_per_token: as in `BatchForecast`.
+
+    Returns:
+        By draft length, [lengths, groups].
+    """
+    last, each = steps_per_token
+    fixed = np.clip((4 * quarter_steps - steps) / 3, 0.0, steps)
+    seconds: Floats = fixed * last + (steps - fixed) * each
+    return seconds
 
 
 def _batch(live: Floats, replicas: int) -> Floats:

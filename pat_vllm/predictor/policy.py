@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.draft_schedule import Schedule
-from pat_vllm.predictor.state import Ints, LiveState, Turn
+from pat_vllm.predictor.state import Ints, LiveState
 from pat_vllm.profile import StepShape
 from pat_vllm.reporting import PredictorReport, SwitchReport
 
@@ -27,7 +27,7 @@ class Policy:
     """
 
     default_layout: Layout
-    """The layout in which an idle engine waits for its next requests. `idle` may change it."""
+    """The layout in which the engine awaits its next batch. `batch_over` may change it."""
     learns: ClassVar[bool] = False
     """Whether `stepped` and `drafted` are of use."""
     control: bool = False
@@ -41,9 +41,7 @@ class Policy:
         """The layout to be in for the next step."""
         raise NotImplementedError
 
-    def arrived(
-        self, now: float, turn: Turn, num_prompt_tokens: int, repeated: bool = False
-    ) -> None:
+    def arrived(self, now: float, repeated: bool = False) -> None:
         """A request has arrived. `repeated`: there are earlier responses to draft from."""
 
     def finished(self, now: float, num_output_tokens: int, complete: bool) -> None:
@@ -51,9 +49,6 @@ class Policy:
 
         It is not called for responses whose length was prescribed.
         """
-
-    def ended(self, now: float, turn: Turn, num_tokens: int) -> None:
-        """A request ended, which held so many tokens. Another may continue it."""
 
     def stepped(self, now: float, layout: Layout, shape: StepShape, seconds: float) -> None:
         """A replica finished a step; `seconds` since its previous one, or since it was started."""
@@ -85,13 +80,11 @@ class Policy:
         The engine asks no policy again for about a second, so that none needs a pause of its own.
         """
 
-    def is_over(self, now: float) -> bool:
-        """Whether the batch is over if no request is left. Else some are expected to go
-        on, with a next turn."""
-        return True
-
     def idle(self, now: float) -> None:
-        """The batch is over. No request is left."""
+        """No request is left. The batch may go on: an agent's tools may be running."""
+
+    def batch_over(self, now: float) -> None:
+        """The batch is over: no request is left, and the next one begins another batch."""
 
     def report(self, since: float = -math.inf) -> PredictorReport:
         """What was decided, or almost was, and how the predictions do.
@@ -106,7 +99,7 @@ class Policy:
 
 @dataclass(frozen=True)
 class StayPolicy(Policy):
-    """Changes layout only on request, and returns to its default when idle."""
+    """Changes layout only on request, and returns to its default when a batch is over."""
 
     default_layout: Layout
 

@@ -15,25 +15,6 @@ Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]
 
 
-REMEMBERED_TURNS = 65_536
-"""Ended requests that may be continued; the ones that ended first are forgotten first."""
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """A request as part of a trajectory: of requests that continue one another.
-
-    Attributes:
-        trajectory: equal for the turns of one trajectory.
-        index: of the turn, 0 the first.
-        held: tokens of the turn before it, prompt and response; 0 for the first.
-    """
-
-    trajectory: int
-    index: int
-    held: int
-
-
 @dataclass(frozen=True)
 class LiveRequests:
     """The unfinished requests of an engine, as arrays over requests.
@@ -48,8 +29,6 @@ class LiveRequests:
         group: equal for requests with equal prompts (samples of one prompt), int64 [n].
         number: tells the request from all others, int64 [n].
         replica_steps: decode steps that its replica has made since the last switch, int64 [n].
-        turn: index of the request in its trajectory, int64 [n].
-        held: tokens that the turn before it held, which caches may have, int64 [n].
         num_computed_tokens: tokens whose KV is in memory; 0 for a request that waits, int64 [n].
     """
 
@@ -60,8 +39,6 @@ class LiveRequests:
     group: Ints
     number: Ints
     replica_steps: Ints
-    turn: Ints
-    held: Ints
     num_computed_tokens: Ints
 
     @classmethod
@@ -71,16 +48,15 @@ class LiveRequests:
         none = np.zeros_like(each)
         most = np.full_like(each, max_tokens)
         exact = np.zeros(len(each), np.bool_)
-        return cls(num_prompt_tokens, none, most, exact, each, each, *[none] * 4)
+        return cls(num_prompt_tokens, none, most, exact, each, each, none, none)
 
     def __len__(self) -> int:
         return len(self.num_prompt_tokens)
 
     @property
     def uncomputed(self) -> int:
-        """Prompt tokens that have yet to be computed, where caches have what earlier turns held."""
-        known = np.maximum(self.num_computed_tokens, self.held)
-        return int(np.maximum(self.num_prompt_tokens - known, 0).sum())
+        """Prompt tokens that have yet to be computed."""
+        return int(np.maximum(self.num_prompt_tokens - self.num_computed_tokens, 0).sum())
 
     @property
     def context(self) -> Ints:

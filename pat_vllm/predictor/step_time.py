@@ -36,12 +36,13 @@ from pat_vllm.predictor.step_residual import (
 )
 from pat_vllm.profile import Profile, StepSample, StepShape
 
-_FAR_BATCH = (4, 64, 4096)
-_FAR_CONTEXT = (8, 1_000_000)
-"""Nodes beyond the profiled range, as multiples of its end. Beyond the last, which no engine
-reaches, the time stays constant."""
-_MOST_DRAFTS = 0.95
-"""Largest share of a step's time that drafts are taken to add."""
+_FAR_BATCHES = (4, 64, 4096)
+"""Nodes of the grid beyond the largest profiled batch, as multiples of it. Beyond the last one,
+which no engine reaches, times stay constant."""
+_FAR_CONTEXTS = (8, 1_000_000)
+"""The same, beyond the largest profiled total of contexts."""
+_MOST_DRAFTS_SHARE = 0.95
+"""Largest share of a step's time that drafts are taken to add; the rest is never nothing."""
 
 
 class Surface:
@@ -49,7 +50,7 @@ class Surface:
 
     Args:
         busy, batch, context: the nodes, ascending; batch and context start at 0.
-        values: float64 [kinds, busy, batch, context]; between kinds nothing is interpolated.
+        values: float64 [series, busy, batch, context]; between series nothing is interpolated.
     """
 
     def __init__(self, busy: list[int], batch: Floats, context: Floats, values: Floats) -> None:
@@ -71,28 +72,28 @@ class Surface:
         self._points: list[list[float]] = self._cells.T.tolist()
         self._count = corner[0].size
 
-    def at(self, batch: float, context: float, busy: float, kind: int = 0) -> float:
+    def at(self, batch: float, context: float, busy: float, series: int = 0) -> float:
         """The value at one point, in a few microseconds."""
         x, y = min(batch, self._last[0]), min(context, self._last[1])
         columns, rows = self._inner
         cell = bisect_right(columns, x) * (len(rows) + 1) + bisect_right(rows, y)
         nodes = self._busy
         below = max(bisect_right(nodes, busy) - 1, 0)
-        cell += (kind * len(nodes) + below) * self._count
+        cell += (series * len(nodes) + below) * self._count
         value: float = _polynomial(self._points[cell], x, y)
         if busy <= nodes[below] or below + 1 == len(nodes):
             return value
         weight = (busy - nodes[below]) / (nodes[below + 1] - nodes[below])
         return value + weight * (_polynomial(self._points[cell + self._count], x, y) - value)
 
-    def many(self, batch: Any, context: Any, busy: Any, kind: Any = 0) -> Floats:
+    def many(self, batch: Any, context: Any, busy: Any, series: Any = 0) -> Floats:
         """The values at points; arrays or numbers, which broadcast."""
         x, y = np.minimum(batch, self._last[0]), np.minimum(context, self._last[1])
         cell = self._inner_batch.searchsorted(x, "right") * (len(self._inner_context) + 1)
         cell = cell + self._inner_context.searchsorted(y, "right")
         position = np.interp(busy, self._busy, np.arange(len(self._busy)))
         below = np.floor(position).astype(np.intp)
-        cell = cell + (kind * len(self._busy) + below) * self._count
+        cell = cell + (series * len(self._busy) + below) * self._count
         value: Floats = _polynomial(self._cells.take(cell, axis=1), x, y)
         if len(self._busy) == 1:
             return value
@@ -109,37 +110,73 @@ def _polynomial(cell: Any, x: Any, y: Any) -> Any:
 
 
 @dataclass(frozen=True)
+class _DraftSeries:
+    """Which series of a layout's grid tell the steps of a draft length k, int64 [largest k + 1].
+
+    Beside the steps without drafts, each profiled k has two series: steps that have no draft to
+    verify though they look for k, and steps in which every request verifies k. A k that was not
+    profiled takes those of the nearest one.
+
+    Attributes:
+        unverified: index of the first of the two; 0, the steps without drafts, for k = 0.
+        verified: index of the second.
+        per_request: drafts that each request verifies in the second.
+    """
+
+    unverified: Ints
+    verified: Ints
+    per_request: Ints
+
+    @classmethod
+    def of(cls, profiled: Sequence[int]) -> _DraftSeries:
+        """The series of a grid that has those of `_steps_of_series(profiled)`."""
+        lengths = np.array(profiled)
+        nearest = abs(np.arange(lengths[-1] + 1)[:, None] - lengths).argmin(axis=1)
+        unverified = 1 + 2 * nearest
+        unverified[0] = 0
+        return cls(unverified, 2 + 2 * nearest, lengths[nearest])
+
+
+def _steps_of_series(profiled: Sequence[int]) -> Ints:
+    """The draft length k of each series, and the drafts that each request verifies, int64
+    [series, 2]. `profiled` are the draft lengths above 0, ascending."""
+    return np.array([(0, 0), *((k, verified) for k in profiled for verified in (0, k))])
+
+
+@dataclass(frozen=True)
 class _LayoutModel:
     """The model of one layout, uncorrected.
 
     Attributes:
-        grid: steps without drafts are its first kind.
-        kinds: by draft length the kinds of its steps with no draft and with all, and for how many
-            drafts of a request the latter stands, int64 [3, longest + 1]. A length that was not
-            profiled has those of the nearest one.
+        base: the roofline, which adds what prefill and the longest context take.
+        grid: seconds of decode steps.
+        series: which of the grid's series tell a draft length.
     """
 
     base: StepBase
     grid: Surface
-    kinds: Ints
+    series: _DraftSeries
 
     def at(self, shape: StepShape) -> float:
         """Seconds of one decode step."""
-        none, every, drafts = self.kinds[:, min(shape.k, self.kinds.shape[1] - 1)].tolist()
-        seconds = self.grid.at(shape.batch, shape.context, shape.busy, none)
+        of_k = min(shape.k, len(self.series.verified) - 1)
+        point = shape.batch, shape.context, shape.busy
+        seconds = self.grid.at(*point, int(self.series.unverified[of_k]))
         if shape.drafts:
-            drafted = self.grid.at(shape.batch, shape.context, shape.busy, every)
-            seconds += (drafted - seconds) * shape.drafts / (drafts * shape.batch)
+            verified = self.grid.at(*point, int(self.series.verified[of_k]))
+            most = int(self.series.per_request[of_k]) * shape.batch
+            seconds += (verified - seconds) * shape.drafts / most
         return seconds + self.base.longest * shape.longest
 
     def many(self, batch: Any, context: Any, busy: Any, drafts: Any, k: Any) -> Floats:
         """Seconds of decode steps, but for what their longest contexts add."""
-        none, every, of_request = self.kinds[:, np.minimum(k, self.kinds.shape[1] - 1)]
-        seconds: Floats = self.grid.many(batch, context, busy, none)
+        of_k = np.minimum(k, len(self.series.verified) - 1)
+        seconds: Floats = self.grid.many(batch, context, busy, self.series.unverified[of_k])
         if not np.any(drafts):
             return seconds
-        drafted = self.grid.many(batch, context, busy, every)
-        return seconds + (drafted - seconds) * (drafts / (of_request * np.maximum(batch, 1e-9)))
+        verified = self.grid.many(batch, context, busy, self.series.verified[of_k])
+        most = self.series.per_request[of_k] * np.maximum(batch, 1e-9)
+        return seconds + (verified - seconds) * (drafts / most)
 
 
 class StepTimeModel:
@@ -199,7 +236,7 @@ class StepTimeModel:
         share: Any = 0.0
         if np.any(k):
             plain = model.many(batch, context, busy, 0, 0) + extra
-            share = np.clip(1 - plain / predicted, 0.0, _MOST_DRAFTS)
+            share = np.clip(1 - plain / predicted, 0.0, _MOST_DRAFTS_SHARE)
         return np.asarray(predicted * self._correction.factor(layout, np.asarray(batch), share))
 
     def step(self, layout: Layout, shape: StepShape) -> float:
@@ -223,7 +260,7 @@ class StepTimeModel:
         predicted, drafts = model.at(shape), 0.0
         if shape.k:
             plain = model.at(replace(shape, drafts=0, k=0))
-            drafts = min(max(1 - plain / predicted, 0.0), _MOST_DRAFTS)
+            drafts = min(max(1 - plain / predicted, 0.0), _MOST_DRAFTS_SHARE)
         ratio = seconds / predicted
         return predicted * self._correction.observe(layout, shape.batch, ratio, drafts)
 
@@ -236,36 +273,52 @@ class StepTimeModel:
 def _compile(
     layout: Layout, base: StepBase, decodes: Sequence[StepSample], booster: Any
 ) -> _LayoutModel:
-    """Evaluate base and residual on a grid."""
-    sizes, totals = [s.batch for s in decodes], [max(s.context, 1) for s in decodes]
-    means = [total / size for total, size in zip(totals, sizes, strict=True)]
-    busy = sorted({1, layout.replicas, *(s.busy for s in decodes)})
-    batch = _nodes(sizes, _FAR_BATCH, 0, KNEES)
-    context = _nodes(totals, _FAR_CONTEXT, min(totals))
+    """Evaluate a layout's base, and its residual where it has one, on a grid.
+
+    Args:
+        decodes: the profile's decode steps in the layout.
+        booster: what `fit_residual` gave; None: the layout has no residual.
+    """
+    batches = [sample.batch for sample in decodes]
+    contexts = [max(sample.context, 1) for sample in decodes]
     # Without samples with drafts the base says what one for each request takes.
-    lengths = sorted({s.k for s in decodes} - {0}) or [1]
-    kinds = np.array([(0, 0), *((k, each) for k in lengths for each in (0, k))])
-    axes = np.meshgrid(np.arange(len(kinds)), np.array(busy, float), batch, context, indexing="ij")
-    k, each = np.moveaxis(kinds[axes[0]], -1, 0)
-    values = of_base(base, axes[2], axes[3], axes[1], each * axes[2], k)
-    inside = np.minimum(np.maximum(axes[2], min(sizes)), max(sizes))
+    profiled = sorted({sample.k for sample in decodes} - {0}) or [1]
+    steps = _steps_of_series(profiled)
+    busy_nodes = sorted({1, layout.replicas, *(sample.busy for sample in decodes)})
+    batch_nodes = _nodes(batches, _FAR_BATCHES, 0, KNEES)
+    context_nodes = _nodes(contexts, _FAR_CONTEXTS, min(contexts))
+
+    # Each [series, busy, batch, context].
+    series, busy, batch, context = np.meshgrid(
+        np.arange(len(steps)),
+        np.array(busy_nodes, float),
+        batch_nodes,
+        context_nodes,
+        indexing="ij",
+    )
+    k, verified = np.moveaxis(steps[series], -1, 0)
+    seconds = of_base(base, batch, context, busy, verified * batch, k)
     if booster is not None:
         # Beyond the samples the residual stays as it is at their edge.
-        mean = np.minimum(np.maximum(axes[3] / inside, min(means)), max(means))
-        features = features_of(layout, inside, mean, 1.0, axes[1], each, k)
-        values = values * factors(booster, features).reshape(values.shape)
-    every = np.arange(lengths[-1] + 1)
-    nearest = abs(every[:, None] - np.array(lengths)).argmin(axis=1)
-    of_length = np.array([1 + 2 * nearest, 2 + 2 * nearest, np.array(lengths)[nearest]])
-    of_length[0, 0] = 0
-    return _LayoutModel(base, Surface(busy, batch, context, values), of_length)
+        means = [total / size for total, size in zip(contexts, batches, strict=True)]
+        inside = np.clip(batch, min(batches), max(batches))
+        mean = np.clip(context / inside, min(means), max(means))
+        features = features_of(layout, inside, mean, 1.0, busy, verified, k)
+        seconds = seconds * factors(booster, features).reshape(seconds.shape)
+    grid = Surface(busy_nodes, batch_nodes, context_nodes, seconds)
+    return _LayoutModel(base, grid, _DraftSeries.of(profiled))
 
 
 def _nodes(
     profiled: Collection[int], far: Sequence[int], least: int, more: Sequence[int] = ()
 ) -> Floats:
-    """Nodes of an axis: 0, those profiled, powers of two above `least`, `more`, and far ones."""
-    most = max(profiled)
-    powers = [1 << i for i in range(most.bit_length()) if 1 << i > least]
-    every = {0, *profiled, *powers, *more, *(most * factor for factor in far)}
+    """The nodes of an axis of the grid, ascending: 0, the profiled values, and `more`.
+
+    Args:
+        far: multiples of the largest profiled value, which are nodes, too.
+        least: powers of two above this, up to the largest profiled value, are nodes, too.
+    """
+    largest = max(profiled)
+    powers = [1 << i for i in range(largest.bit_length()) if 1 << i > least]
+    every = {0, *profiled, *powers, *more, *(largest * factor for factor in far)}
     return np.array(sorted(every), np.float64)

@@ -95,10 +95,11 @@ class EngineHistory:
         self._timeline: RingBuffer[LiveSample] = RingBuffer(MAX_RECORDS)
         self._batches: RingBuffer[BatchReport] = RingBuffer(MAX_RECORDS)
         self._batch: BatchReport | None = None
+        """The batch that is not over, as far as its responses have ended."""
+        self._unfinished = 0
         self._drafts: deque[DraftSample] = deque(maxlen=MAX_RECORDS)
         self._counting: dict[int, DraftSample] = {}
         self._errors = 0
-        self._later_turns = 0
         self._steps: defaultdict[Layout, _StepTimes] = defaultdict(_StepTimes)
         self._lock = threading.Lock()  # of `_steps`, `_drafts` and `_counting`
         self._first_step_due = False
@@ -111,10 +112,11 @@ class EngineHistory:
             self._now = now
             self._timeline.append(LiveSample(time.monotonic(), *now))
 
-    def arrived(self, at: float) -> None:
-        """Note that a request arrived: the first one begins a batch."""
+    def arrived(self, at: float, control: bool = False) -> None:
+        """Note that a request arrived: the first one begins a batch, with this `control`."""
         if self._batch is None:
-            self._batch = BatchReport(at, 0.0, 0, 0)
+            self._batch = BatchReport(at, 0.0, 0, 0, control=control)
+        self._unfinished += 1
 
     def ended(self, at: float, num_output_tokens: int) -> None:
         """Note that a request ended."""
@@ -126,6 +128,7 @@ class EngineHistory:
                 responses=batch.responses + 1,
                 tokens=batch.tokens + num_output_tokens,
             )
+            self._unfinished -= 1
 
     def step(self, layout: Layout, seconds: float, draft_length: int = 0) -> None:
         """Note that a replica finished a step."""
@@ -157,27 +160,19 @@ class EngineHistory:
             if sample is not None:
                 self._drafts.append(sample)
 
-    def idle(self, control: bool = False) -> BatchReport | None:
-        """No request is left: the steps of the next ones are counted apart.
-
-        Args:
-            control: as in `BatchReport`.
-
-        Returns:
-            The batch that has ended, if there was one.
-        """
+    def idle(self) -> None:
+        """No request is left: the steps of the next ones are counted apart."""
         with self._lock:
             self._drafts.extend(self._counting.values())
             self._counting.clear()
+
+    def batch_over(self) -> BatchReport | None:
+        """The batch is over. Returns it, if there was one."""
         if self._batch is None:
             return None
-        ended, self._batch = replace(self._batch, control=control), None
+        ended, self._batch = self._batch, None
         self._batches.append(ended)
         return ended
-
-    def later_turn(self) -> None:
-        """Note that a request continued an ended one."""
-        self._later_turns += 1
 
     def switch(self, switch: SwitchReport) -> None:
         """Note a switch."""
@@ -205,6 +200,10 @@ class EngineHistory:
                 for step_layout, times in self._steps.items()
             }
             drafts = [d for d in (*self._drafts, *self._counting.values()) if d.at >= since]
+        batches, going_on = self._batches.since(since), self._batch
+        # Between its requests, as while tools run, a batch is told of as if it were over.
+        if going_on is not None and not self._unfinished and going_on.at >= since:
+            batches += (going_on,)
         return Report(
             layout=layout,
             layouts=tuple(layouts),
@@ -215,7 +214,6 @@ class EngineHistory:
             steps=steps,
             errors=self._errors,
             chosen=self._chosen,
-            later_turns=self._later_turns,
-            batches=self._batches.since(since),
+            batches=batches,
             control=compare(self._batches.since()),
         )

@@ -64,8 +64,6 @@ def describe_report(report: Report) -> str:
     if report.control is not None:
         lines.append(_control(report.control))
     lines.append(f"now in {report.layout}; steps since the start: {steps or 'none'}")
-    if report.later_turns:
-        lines.append(f"{report.later_turns} requests continued an ended one")
     if report.errors:
         lines.append(f"{report.errors} switches failed to plan: see the engine's log")
     return "\n  ".join([summary(report), *lines])

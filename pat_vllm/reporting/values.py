@@ -308,7 +308,7 @@ class Report:
             their tracebacks.
         drafts: for engines that speculate, by replica over time.
         chosen: why these layouts, and what they leave for KV, in a line.
-        later_turns: requests that continued an ended one, as an agent's turns do after the first.
+        batches: batches that ended, and the last one, as far as it got, while no request is left.
         control: what switching was worth, by control batches; None before there are two.
     """
 
@@ -324,7 +324,6 @@ class Report:
     errors: int = 0
     drafts: tuple[DraftSample, ...] = ()
     chosen: str = ""
-    later_turns: int = 0
     batches: tuple[BatchReport, ...] = ()
     control: ControlComparison | None = None
 

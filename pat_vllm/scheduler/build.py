@@ -18,7 +18,6 @@ from pat_vllm.scheduler.replica import ReplicaFactory
 from pat_vllm.scheduler.replica_set import ReplicaSet
 from pat_vllm.scheduler.requests import RequestTable
 from pat_vllm.scheduler.speculation import DraftLengths, lengths_to_plan
-from pat_vllm.scheduler.turns import Turns
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -70,7 +69,6 @@ def build(
         EngineHistory(setup.chosen.get("found", "")),
         RequestTable(max_model_len, getattr(config.policy, "length_bound", None)),
         speculates=speculative is not None,
-        turns=Turns(stock["hash_block_size"] or stock["block_size"]),
         draft_rows=draft_rows,
         metrics=MetricUpdates() if log_stats else None,
     )
@@ -82,7 +80,9 @@ def build(
         depth=2 if vllm_config.scheduler_config.async_scheduling else 1,
     )
     drafts = DraftLengths(speculative, setup.draft_lengths, lambda: policy.drafts)
-    controller = LayoutController(replica_set, monitor, costs, drafts, layouts)
+    controller = LayoutController(
+        replica_set, monitor, costs, drafts, layouts, config.policy.idle_seconds
+    )
     return replica_set, controller, monitor
 
 

@@ -7,9 +7,10 @@ common is a prefix of both.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 from pat_vllm.models.kinds import Kinds, longest_hit
 
@@ -18,85 +19,45 @@ Block = TypeVar("Block")
 
 REMEMBERED_BLOCKS = 1 << 20
 """Blocks of all remembered chains together; the chains that ended first are forgotten first."""
-_WINDOW = 1024
-"""Requests over which the chance is learned; earlier ones count half, a quarter and so on."""
 
 
 class Chains:
-    """The chains of ended requests, and the chance that they are asked for again.
+    """The chains of ended requests.
 
     A request that continues a chain, such as the next turn of a conversation, removes it when it
     arrives, and adds its own when it ends.
     """
 
     def __init__(self) -> None:
-        # With their `unused`, by last hash; the one that ended first comes first.
-        self._by_end: dict[bytes, tuple[Chain, int]] = {}
+        # By their last hashes; the one that ended first comes first.
+        self._by_end: dict[bytes, Chain] = {}
         self._blocks = 0
-        self._requests = self._blocks_left = self._blocks_reused = 0.0
 
-    @property
-    def chance(self) -> float:
-        """Share of the blocks left by ended requests that later ones ask for.
+    def arrived(self, chain: Chain) -> None:
+        """A request has arrived, with the chain of its prompt."""
+        for end in self._by_end.keys() & chain:
+            self._drop(end)
 
-        It begins with a half, which weighs as much as one request.
-        """
-        left, reused = self._blocks_left, self._blocks_reused
-        share = min(1.0, reused / left) if left else 0.0
-        return (self._requests * share + 0.5) / (self._requests + 1)
-
-    def arrived(self, chain: Chain, unused: int | None) -> None:
-        """A request has arrived.
-
-        Args:
-            chain: of its prompt.
-            unused: leading blocks of it that are cached and that no request uses; None for another
-                sample of the same prompt (GRPO), which tells nothing of the chance.
-        """
-        if unused is not None:
-            # A switch may have left blocks behind, which `unused` lacks. They count all the same:
-            # else the chance would stay low, and no later switch would carry any.
-            continued = [self._by_end[end][1] for end in self._by_end.keys() & chain]
-            self._blocks_reused += max(unused, *continued, 0)
-        self._forget_continued(chain)
-
-    def ended(self, chain: Chain, unused: int) -> None:
-        """A request has ended.
-
-        Args:
-            chain: of its prompt and its response.
-            unused: leading blocks of it that are cached and that no request uses any more.
-        """
-        self._requests += unused > 0
-        self._blocks_left += unused
-        if self._requests > _WINDOW:
-            self._requests, self._blocks_left, self._blocks_reused = (
-                value / 2 for value in (self._requests, self._blocks_left, self._blocks_reused)
-            )
-        self._forget_continued(chain)
+    def ended(self, chain: Chain) -> None:
+        """A request has ended, with the chain of its prompt and its response."""
+        self.arrived(chain)
         if chain:
-            self._by_end[chain[-1]] = chain, unused
+            self._by_end[chain[-1]] = chain
             self._blocks += len(chain)
         while self._blocks > REMEMBERED_BLOCKS:
             self._drop(next(iter(self._by_end)))
 
     def latest(self) -> list[Chain]:
         """The chains, the last ended one first."""
-        return [chain for chain, _ in reversed(self._by_end.values())]
+        return [*reversed(self._by_end.values())]
 
     def forget(self) -> None:
-        """Forget all chains: caches were reset. The chance remains."""
+        """Forget all chains: caches were reset."""
         self._by_end.clear()
         self._blocks = 0
 
-    def _forget_continued(self, chain: Chain) -> None:
-        """Forget the chains that this one continues."""
-        for end in self._by_end.keys() & chain:
-            self._drop(end)
-
     def _drop(self, end: bytes) -> None:
-        chain, _ = self._by_end.pop(end)
-        self._blocks -= len(chain)
+        self._blocks -= len(self._by_end.pop(end))
 
 
 class PlacedChain(NamedTuple):
@@ -140,47 +101,60 @@ def fill(
     chosen: list[list[Run[Block]]] = [[] for _ in room]
     left = list(room)
     for hashes, source, target in chains:
-        fits = _what_fits(partial(find, source), kinds, hashes, held[target], left[target])
-        for group, (names, blocks) in enumerate(fits):
-            if blocks:
-                chosen[target].append(Run(source, blocks, group))
-                held[target][group].update(names)
-                left[target] -= len(blocks)
+        if not left[target]:
+            continue
+        lacking = _longest_prefix(partial(find, source), kinds, hashes, held[target], left[target])
+        for group, found in enumerate(lacking):
+            if found:
+                chosen[target].append(Run(source, [*found.values()], group))
+                held[target][group].update(found)
+                left[target] -= len(found)
     return chosen
 
 
-def _what_fits(
+def _longest_prefix(
     find: Callable[[Chain, int], Sequence[Block | None]],
     kinds: Kinds,
     chain: Chain,
     held: Sequence[set[bytes]],
     room: int,
-) -> list[tuple[list[bytes], list[Block]]]:
-    """What a target still needs for a hit of the longest prefix that is cached and has room.
+) -> list[dict[bytes, Block]]:
+    """The blocks that a target lacks of the longest prefix of a chain that the source has cached
+    and for which there is room.
+
+    Begins with the whole chain, and shortens it until both is true.
 
     Returns:
-        Hashes and their blocks, by group; nothing where nothing is cached or has room.
+        By group, the blocks by their hashes, in the order of the chain; none of no prefix.
     """
-    length = len(chain) if room else 0  # of the longest prefix that is cached and has room
+
+    def is_held(group: int) -> Callable[[int], bool]:
+        return lambda place: chain[place] in held[group]
+
+    def is_cached(group: int, place: int) -> bool:
+        return find([chain[place]], group)[0] is not None
+
+    length = len(chain)
     while length:
-        places = [
-            kind.missing(length, lambda place, hashes=hashes: chain[place] in hashes)  # type: ignore[misc]
-            for kind, hashes in zip(kinds, held, strict=True)
-        ]
-        too_many = sum(map(len, places)) - room
-        if too_many > 0:
-            # A block less of the prefix frees at most one in each group.
-            length -= min(length, -(-too_many // len(kinds)))
+        places = [kind.missing(length, is_held(group)) for group, kind in enumerate(kinds)]
+        excess = sum(map(len, places)) - room
+        if excess > 0:
+            # A prefix that is a block shorter needs at most one block less in each group.
+            length = max(0, length - math.ceil(excess / len(kinds)))
             continue
-        names = [[chain[place] for place in of_group] for of_group in places]
-        blocks: Any = [find(wanted, group) for group, wanted in enumerate(names)]
-        if all(map(all, blocks)):
-            return list(zip(names, blocks, strict=True))
-        # What is cached ends at the first gap; vLLM finds it up to the last hit before that.
-        gap = min(
-            of_group[hits.index(None)]
-            for of_group, hits in zip(places, blocks, strict=True)
-            if not all(hits)
-        )
-        length = longest_hit(kinds, gap, lambda group, at: find([chain[at]], group)[0] is not None)
+        hashes = [[chain[place] for place in of_group] for of_group in places]
+        blocks = [find(of_group, group) for group, of_group in enumerate(hashes)]
+        gaps = [
+            place
+            for of_group, found in zip(places, blocks, strict=True)
+            for place, block in zip(of_group, found, strict=True)
+            if block is None
+        ]
+        if not gaps:
+            return [
+                dict(zip(of_group, found, strict=True))  # type: ignore[arg-type]
+                for of_group, found in zip(hashes, blocks, strict=True)
+            ]
+        # A prefix beyond the first gap would need the block that is not there.
+        length = longest_hit(kinds, min(gaps), is_cached)
     return []

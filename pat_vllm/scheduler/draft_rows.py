@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Hashable, Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.sampling_params import SamplingType
 from vllm.v1.engine import FinishReason
@@ -12,26 +12,33 @@ from vllm.v1.engine import FinishReason
 from pat_vllm.drafts.corpus import Corpus, Key, Row, key_of
 from pat_vllm.drafts.history_file import HistoryFile
 from pat_vllm.drafts.shelf import RowUpdate, Shelf
-from pat_vllm.predictor.state import REMEMBERED_TURNS
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-    from pat_vllm.predictor.state import Turn
-
 MOST_TOKENS = 1 << 17
-"""Of the rows of a request: eight responses of 16K tokens."""
-
+"""Tokens of earlier responses that a request may draft from: eight responses of 16K tokens."""
 _MOST_TOKENS_OF_ALL = 1 << 24
-"""Of the rows of a replica's requests, if no two have a prompt in common."""
+"""Tokens of earlier responses that the requests of a replica may draft from together, if no two
+have a prompt in common: 64 MiB on each rank."""
+_REMEMBERED_ENDS = 65_536
+"""Ended requests whose next turns are recognized; the ones that ended first are forgotten first."""
+
+
+class _Prompt(NamedTuple):
+    """What a request's prompt is known by, and how many blocks it has."""
+
+    key: Key
+    num_blocks: int
 
 
 class DraftRows:
     """Gives each request the earlier responses to its prompt, and the siblings' that end while it
     runs.
 
-    A turn of a conversation goes by the prompt of the first turn. A request that samples with a
+    A turn of a conversation goes by the prompt of the first turn: its own prompt has blocks that an
+    ended request generated. A request that samples with a
     seed gets none: its random numbers are a function of seed and position, so that the response it
     gave to the same prompt before is no independent guess, and the law of its tokens would change.
 
@@ -56,12 +63,13 @@ class DraftRows:
         self.salt = self._file.load(self._corpus) if max_bytes else 0
         self._most_tokens = min(MOST_TOKENS, _MOST_TOKENS_OF_ALL // max_num_seqs)
         self._shelves = [Shelf() for _ in range(num_ranks)]
-        self._keys: dict[str, Key] = {}
+        self._prompts: dict[str, _Prompt] = {}
         self._rows: dict[str, tuple[Row, ...]] = {}
         self._siblings: dict[Key, set[str]] = {}
         self._changed: set[str] = set()
         self._id_again: set[str] = set()
-        self._of_trajectory: OrderedDict[int, Key] = OrderedDict()
+        self._continued: OrderedDict[Hashable, Key] = OrderedDict()
+        """By the hash of the last block that an ended request generated: its prompt."""
         self._found: dict[Key, tuple[Row, ...]] = {}
         self._found_at = 0
 
@@ -75,18 +83,14 @@ class DraftRows:
         """Requests to whose prompt there are earlier responses."""
         return self._rows.keys()
 
-    def arrived(self, request: Request, turn: Turn) -> None:
+    def arrived(self, request: Request) -> None:
         """A request has come."""
         prompt, params = request.prompt_token_ids, request.sampling_params
         if not self._max_bytes or params is None or not prompt:
             return
-        key = self._of_trajectory.get(turn.trajectory) if turn.index else None
-        if key is None:
-            key = key_of(prompt, request.cache_salt)
-            self._of_trajectory[turn.trajectory] = key
-            if len(self._of_trajectory) > REMEMBERED_TURNS:
-                self._of_trajectory.popitem(last=False)
-        self._keys[request.request_id] = key
+        first_turns = filter(None, map(self._continued.get, reversed(request.block_hashes)))
+        key = next(first_turns, None) or key_of(prompt, request.cache_salt)
+        self._prompts[request.request_id] = _Prompt(key, len(request.block_hashes))
         if any(shelf.ids_of(request.request_id) for shelf in self._shelves):
             # vLLM can be told to keep the ids that clients choose, and they may come again.
             self._id_again.add(request.request_id)
@@ -112,8 +116,9 @@ class DraftRows:
 
     def ended(self, request: Request, reason: FinishReason) -> None:
         """A request has ended; what it generated is kept unless it was aborted."""
-        if (key := self._keys.pop(request.request_id, None)) is None:
+        if (known := self._prompts.pop(request.request_id, None)) is None:
             return
+        key = known.key
         self._rows.pop(request.request_id, None)
         self._changed.discard(request.request_id)
         self._id_again.discard(request.request_id)
@@ -121,6 +126,11 @@ class DraftRows:
         running.discard(request.request_id)
         if not running:
             self._siblings.pop(key, None)
+        # Chat templates may replace the last token of a response, and with it its last block.
+        for block_hash in request.block_hashes[known.num_blocks :][-2:]:
+            self._continued[block_hash] = key
+        while len(self._continued) > _REMEMBERED_ENDS:
+            self._continued.popitem(last=False)
         prompt, response = request.prompt_token_ids, request.output_token_ids
         if reason in (FinishReason.STOP, FinishReason.LENGTH) and prompt and response:
             self._corpus.add(key, prompt, response)
@@ -128,8 +138,8 @@ class DraftRows:
             for request_id in running:
                 self._give(request_id, rows)
 
-    def idle(self) -> None:
-        """No request is left."""
+    def save(self) -> None:
+        """Keep the responses for the next engine."""
         self._file.save(self._corpus)
 
     def close(self) -> None:
@@ -148,26 +158,24 @@ class DraftRows:
         Args:
             requests: ids of all requests that the replica has.
         """
-        if not self._changed:
-            return None
         due = self._changed.intersection(step.num_scheduled_tokens)
         if not due:
             return None
         self._changed -= due
+        rows_of = {request_id: self._rows.get(request_id, ()) for request_id in sorted(due)}
+        # Siblings share one tuple of rows, which may be long. So each tuple is looked at once.
+        distinct = {id(rows): rows for rows in rows_of.values()}
+        ids = {name: tuple(row.id for row in rows) for name, rows in distinct.items()}
         shelves, here = [self._shelves[rank] for rank in ranks], set(requests)
-        # Siblings have the same rows.
-        of_due = {request_id: self._rows.get(request_id, ()) for request_id in due}
-        different = {id(rows): rows for rows in of_due.values()}
-        ids = {name: tuple(row.id for row in rows) for name, rows in different.items()}
-        rows = {row.id: row for request_rows in different.values() for row in request_rows}
         update = RowUpdate(
-            tuple(sorted({id_ for shelf in shelves for id_ in shelf if id_ not in here})),
-            {
+            forgotten=tuple(sorted({known for shelf in shelves for known in shelf} - here)),
+            rows={
                 row.id: row.tokens
-                for row in rows.values()
+                for rows in distinct.values()
+                for row in rows
                 if not all(row.id in shelf for shelf in shelves)
             },
-            {request_id: ids[id(of_due[request_id])] for request_id in sorted(due)},
+            of_requests={request_id: ids[id(rows)] for request_id, rows in rows_of.items()},
         )
         for shelf in shelves:
             shelf.take(update)

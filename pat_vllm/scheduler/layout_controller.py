@@ -1,4 +1,4 @@
-"""Decides when the engine changes its layout: on request, by policy, and back when it is idle."""
+"""Decides when the engine changes its layout: on request, by policy, and back between batches."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from vllm.v1.core.sched.interface import PauseState
 
 from pat_vllm.config import no_tp_of
 from pat_vllm.layout import Layout
+from pat_vllm.policy_config import IDLE_SECONDS
 from pat_vllm.predictor.state import LiveState
 from pat_vllm.reporting import RefusedSwitch, Report
 from pat_vllm.scheduler.switch import PlanningFailed, SwitchRefused, switch
@@ -39,9 +40,10 @@ REQUEST_TIMEOUT = 60.0
 class LayoutController:
     """Keeps the engine in the layout that is asked for: by a user, or else by the policy.
 
-    A batch is over when no request is left and none is expected to be continued, or when caches
-    are reset or weights change while no request is left. Then the engine returns to the policy's
-    default layout. A layout that a user asked for holds until then.
+    A batch is over when no request is left and caches are reset, weights have changed, or
+    `idle_seconds` have passed. Then the engine returns to the policy's default layout, with what
+    its caches hold. A layout that a user asked for holds until then. Nobody wakes the engine for
+    that: before the next request is routed, it is asked whether the last batch was over.
 
     Attributes:
         costs: what switches take.
@@ -57,7 +59,9 @@ class LayoutController:
         costs: CostModel,
         drafts: DraftLengths,
         layouts: Sequence[Layout],
+        idle_seconds: float = IDLE_SECONDS,
     ) -> None:
+        """`idle_seconds`: without a request, after which a batch is over."""
         self.layouts = tuple(layouts)
         self.drafts = drafts
         self.switch_id = 0
@@ -65,9 +69,12 @@ class LayoutController:
         self._monitor = monitor
         self.costs = costs
         self._forced = False
+        self._idle_seconds = idle_seconds
+        self._working = False
+        """Whether requests have come since the engine was last seen without any."""
         self._batch_open = False
-        self._caches_were_reset = False
         self._return_pending = False
+        """Whether the engine still has to return to the default layout, as the weights are away."""
         self._back_off_until = 0.0
         self._weights_version = active.executor.weights_version
         self._engine_thread: int | None = None
@@ -92,7 +99,7 @@ class LayoutController:
         self._engine_thread = threading.get_ident()
         if self._batch_open or self._return_pending:
             self.finish_work()
-        self._batch_open, self._caches_were_reset, self._return_pending = True, False, False
+        self._working, self._batch_open, self._return_pending = True, True, False
         version = self._active.executor.weights_version
         if version != self._weights_version:
             self._weights_version = version
@@ -110,38 +117,45 @@ class LayoutController:
     def caches_reset(self) -> None:
         """The prefix caches were reset. If no request is left, none can be continued."""
         if not self._active.num_seqs:
-            self._caches_were_reset = True
-            self.finish_work()
+            self._active.drain()
+            self.end_batch_if_over(caches_were_reset=True)
 
-    def end_batch_if_over(self) -> None:
-        """Return to the policy's default layout if the batch is over.
+    def end_batch_if_over(self, caches_were_reset: bool = False) -> None:
+        """Return to the policy's default layout if no request is left and the batch is over.
 
         Where the weights are not there, in sleep or amid an update, as soon as they are.
         """
         if self._active.in_flight or self._active.num_seqs:
             return
-        if self._batch_open and self._is_over():
-            self._batch_open = self._caches_were_reset = False
-            self._forced = False
-            self.drafts.release()
+        if self._working:
+            self._working = False
+            self._note_live()
             self._monitor.idle()
+        if self._batch_open and (caches_were_reset or self._is_over()):
+            self._end_batch()
             self._return_pending = True
         if self._return_pending and self._active.executor.refresh_weights():
             self._return_pending = False
             self._switch(self._monitor.policy.default_layout, "idle")
 
     def _is_over(self) -> bool:
-        version = self._active.executor.weights_version
-        if self._caches_were_reset or version != self._weights_version:
+        if self._active.executor.weights_version != self._weights_version:
             return True
-        return self._monitor.policy.is_over(time.monotonic())
+        return time.monotonic() - self._monitor.last_end >= self._idle_seconds
+
+    def _end_batch(self) -> None:
+        self._batch_open = self._forced = False
+        self.drafts.release()
+        self._monitor.batch_over()
+
+    def engine_ends(self) -> None:
+        """The engine is shut down, and with it a batch of which no request is left."""
+        if self._batch_open and not self._active.num_seqs:
+            self._end_batch()
 
     def _follow_policy(self) -> None:
         active = self._active
-        by_replica = tuple([replica.num_seqs for replica in active.replicas])
-        num_seqs = sum(by_replica)
-        several = by_replica if len(by_replica) > 1 else ()
-        self._monitor.history.live(active.layout, num_seqs, several)
+        num_seqs = self._note_live()
         if num_seqs == 0 or self._forced or active.pause_state != PauseState.UNPAUSED:
             return
         now = time.monotonic()
@@ -153,6 +167,13 @@ class LayoutController:
             LiveState(now, active.layout, num_seqs, quiet, requests)
         )
         self._switch(target, "policy")
+
+    def _note_live(self) -> int:
+        """Have the report tell how many requests are unfinished. Returns their number."""
+        by_replica = tuple([replica.num_seqs for replica in self._active.replicas])
+        several = by_replica if len(by_replica) > 1 else ()
+        self._monitor.history.live(self._active.layout, sum(by_replica), several)
+        return sum(by_replica)
 
     # ---------------------------------------------------------------- on request
 
@@ -226,7 +247,8 @@ class LayoutController:
     def report(self, since: float = -math.inf) -> Report:
         """State and history of the engine. May be called from every thread.
 
-        On the engine's thread it first ends a batch that is over, with a switch back.
+        On the engine's thread it first ends a batch that is over, with a switch back. What a batch
+        did that is not over is in the report, too.
 
         Args:
             since: seconds on the monotonic clock; earlier records are left out.

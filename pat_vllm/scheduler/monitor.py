@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from pat_vllm.reporting import EngineHistory, RefusedSwitch, SwitchReport
     from pat_vllm.scheduler.draft_rows import DraftRows
     from pat_vllm.scheduler.replica import Replica
-    from pat_vllm.scheduler.turns import Turns
 
 
 class Monitor:
@@ -39,7 +38,8 @@ class Monitor:
         requests: the unfinished requests.
         draft_rows: earlier responses to the same prompts, for drafts; `repeated` has the ids of
             requests whose prompt has some.
-        last_arrival: when a request arrived last, seconds on the monotonic clock.
+        last_arrival, last_end: when a request arrived last, and when one ended last, seconds on
+            the monotonic clock.
         metrics: what happened, for Prometheus; None where vLLM keeps no statistics.
     """
 
@@ -49,7 +49,6 @@ class Monitor:
         history: EngineHistory,
         requests: RequestTable,
         speculates: bool,
-        turns: Turns,
         draft_rows: DraftRows,
         metrics: MetricUpdates | None = None,
     ) -> None:
@@ -57,9 +56,8 @@ class Monitor:
         self.policy = policy
         self.history = history
         self.requests = requests
-        self._turns = turns
         self.draft_rows = draft_rows
-        self.last_arrival = 0.0
+        self.last_arrival = self.last_end = 0.0
         self.metrics = metrics
         self._draft_length: dict[int, int] = {}
         """By replica: the draft length of its last step, whose drafts its next one verifies."""
@@ -67,18 +65,10 @@ class Monitor:
     def arrived(self, request: Request, replica: Replica, group: int) -> None:
         """A request was routed to a replica. Requests of a `group` are samples of one prompt."""
         self.last_arrival = time.monotonic()
-        self.history.arrived(self.last_arrival)
-        turn = self._turns.arrived(request.all_token_ids, request.block_hashes)
-        if turn.index:
-            self.history.later_turn()
-        self.requests.add(request, replica, group, turn)
-        self.draft_rows.arrived(request, turn)
-        self.policy.arrived(
-            self.last_arrival,
-            turn,
-            request.num_prompt_tokens,
-            request.request_id in self.draft_rows.repeated,
-        )
+        self.history.arrived(self.last_arrival, self.policy.control)
+        self.requests.add(request, replica, group)
+        self.draft_rows.arrived(request)
+        self.policy.arrived(self.last_arrival, request.request_id in self.draft_rows.repeated)
 
     def stepped(
         self, layout: Layout, replica: Replica, step: SchedulerOutput, busy: int, result: StepResult
@@ -142,28 +132,25 @@ class Monitor:
         tracked = self.requests.pop(request_id)
         if tracked is None:
             return None
-        now, request, turn = time.monotonic(), tracked.request, tracked.turn
-        self.history.ended(now, request.num_output_tokens)
+        self.last_end, request = time.monotonic(), tracked.request
+        self.history.ended(self.last_end, request.num_output_tokens)
         if not tracked.exact:  # a fixed length tells nothing about other requests
             complete = self.requests.complete(tracked, reason)
-            self.policy.finished(now, request.num_output_tokens, complete)
+            self.policy.finished(self.last_end, request.num_output_tokens, complete)
         self.draft_rows.ended(request, reason)
-        self._turns.ended(
-            turn, request.num_prompt_tokens, request.all_token_ids, request.block_hashes
-        )
-        params = request.sampling_params
-        if reason != FinishReason.ABORT or (params is not None and params.stop):
-            # Or a request that goes on with what was aborted would seem to be a tool's next turn.
-            # A front end that has found a stop string aborts the request, too.
-            self.policy.ended(now, turn, request.num_tokens)
         return tracked
 
     def idle(self) -> None:
-        """No request is left."""
+        """No request is left. The batch may go on."""
         self._draft_length.clear()
-        batch = self.history.idle(self.policy.control)
-        self.draft_rows.idle()
+        self.history.idle()
         self.policy.idle(time.monotonic())
+
+    def batch_over(self) -> None:
+        """The batch is over: it is counted, and what was learnt in it is kept."""
+        batch = self.history.batch_over()
+        self.draft_rows.save()
+        self.policy.batch_over(time.monotonic())
         if batch is not None and self.metrics is not None:
             self.metrics.batch(batch)
 

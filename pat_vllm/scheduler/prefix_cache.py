@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 
 from pat_vllm.kv_transfer.placement import RequestPlacement, place_requests
 from pat_vllm.kv_transfer.plan import RequestBlocks
-from pat_vllm.models.kinds import densest, longest_hit
+from pat_vllm.models.kinds import longest_hit
 from pat_vllm.scheduler.chains import Chain, PlacedChain, Run, fill
 
 if TYPE_CHECKING:
@@ -46,19 +45,6 @@ def num_cached(replica: Replica, chain: Chain) -> int:
         len(chain),
         lambda group, place: get(chain[place] + _suffix(group)) is not None,
     )
-
-
-def num_unused(replica: Replica, chain: Chain) -> int:
-    """How many of these no request uses. Who uses a block uses all before it, or has used them."""
-    group = densest(replica.kinds)
-    kind = replica.kinds[group]
-    places = kind.held(num_cached(replica, chain) * kind.block_size)
-
-    def is_unused(place: int) -> bool:
-        (block,) = find(replica, [chain[place]], group)
-        return block is None or block.ref_cnt == 0
-
-    return len(places) - bisect_left(places, True, key=is_unused)
 
 
 def place_chains(

@@ -12,7 +12,7 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 from pat_vllm.executor.messages import PATSchedulerOutput
 from pat_vllm.patches.schedulers import preempt_carried
 from pat_vllm.scheduler.chains import Chains
-from pat_vllm.scheduler.prefix_cache import num_cached, num_unused
+from pat_vllm.scheduler.prefix_cache import num_cached
 from pat_vllm.scheduler.replica import Replica, ReplicaFactory, is_empty_step
 from pat_vllm.scheduler.requests import prompt_key
 from pat_vllm.scheduler.routing import Router
@@ -113,11 +113,7 @@ class ReplicaSet:
             self._cached_with = self.executor.weights_version
         chain = request.block_hashes
         cached = [num_cached(replica, chain) for replica in self.replicas]
-        if self._router.knows(prompt):
-            self.chains.arrived(chain, None)
-        else:
-            holder = self.replicas[cached.index(max(cached))]
-            self.chains.arrived(chain, num_unused(holder, chain) if any(cached) else 0)
+        self.chains.arrived(chain)
         prefixes: list[Hashable] = [prompt, *reversed(chain)]
         loads = [replica.num_seqs for replica in self.replicas]
         return self.replicas[self._router.route(prefixes, loads, cached)]
@@ -141,8 +137,7 @@ class ReplicaSet:
     def _ended(self, request_id: str, reason: FinishReason) -> None:
         tracked = self._monitor.ended(request_id, reason)
         if tracked is not None:
-            chain = tuple(tracked.request.block_hashes)
-            self.chains.ended(chain, num_unused(tracked.replica, chain))
+            self.chains.ended(tuple(tracked.request.block_hashes))
 
     # ---------------------------------------------------------------- prefix caches
 

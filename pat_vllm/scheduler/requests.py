@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from vllm.v1.engine import FinishReason
 
-from pat_vllm.predictor.state import Ints, LiveRequests, Turn
+from pat_vllm.predictor.state import Ints, LiveRequests
 from pat_vllm.profile import StepShape
 from pat_vllm.reporting import DraftCounts
 
@@ -28,7 +28,6 @@ class TrackedRequest:
 
     Attributes:
         group: equal for samples of one prompt.
-        turn: its place in its trajectory.
         max_tokens: most tokens that its response can have.
         exact: whether it will have exactly that many.
         number: of requests that were entered before it.
@@ -37,7 +36,6 @@ class TrackedRequest:
     request: Request
     replica: Replica
     group: int
-    turn: Turn
     max_tokens: int
     exact: bool
     number: int
@@ -66,8 +64,8 @@ class RequestTable:
         tracked = self._tracked.get(request_id)
         return tracked is not None and tracked.request.is_finished()
 
-    def add(self, request: Request, replica: Replica, group: int, turn: Turn) -> None:
-        """Enter a request; for `group` and `turn`, see `TrackedRequest`."""
+    def add(self, request: Request, replica: Replica, group: int) -> None:
+        """Enter a request; for `group`, see `TrackedRequest`."""
         params = request.sampling_params
         max_tokens = self._max_model_len - request.num_prompt_tokens
         exact = False
@@ -79,7 +77,7 @@ class RequestTable:
                 params.ignore_eos and not params.stop and not params.stop_token_ids
             )
         self._tracked[request.request_id] = TrackedRequest(
-            request, replica, group, turn, max(1, max_tokens), exact, self._entered
+            request, replica, group, max(1, max_tokens), exact, self._entered
         )
         self._entered += 1
 
@@ -97,35 +95,24 @@ class RequestTable:
 
     def arrays(self) -> LiveRequests:
         """All of them, for a policy."""
-        rows = [
-            (
-                tracked.request.num_prompt_tokens,
-                tracked.request.num_output_tokens,
-                tracked.max_tokens,
-                tracked.exact,
-                tracked.group,
-                tracked.number,
-                tracked.replica.decode_steps,
-                tracked.turn.index,
-                tracked.turn.held,
-                tracked.request.num_computed_tokens,
-            )
-            for tracked in self._tracked.values()
-        ]
-        columns = np.array(rows, dtype=np.int64).reshape(-1, 10).T
-        prompt, generated, max_tokens, exact, group, number, steps, *turns, computed = columns
+        tracked = [*self._tracked.values()]
+        requests = [each.request for each in tracked]
+
+        def column(values: Iterable[int]) -> Ints:
+            return np.fromiter(values, np.int64, len(tracked))
+
+        generated = column(request.num_output_tokens for request in requests)
+        max_tokens = column(each.max_tokens for each in tracked)
         return LiveRequests(
-            num_prompt_tokens=prompt,
+            num_prompt_tokens=column(request.num_prompt_tokens for request in requests),
             num_output_tokens=generated,
             # A request that goes beyond an assumed bound is about to end.
             max_tokens=np.maximum(max_tokens, generated + 1),
-            exact=exact.astype(bool),
-            group=group,
-            number=number,
-            replica_steps=steps,
-            turn=turns[0],
-            held=turns[1],
-            num_computed_tokens=computed,
+            exact=np.array([each.exact for each in tracked], np.bool_),
+            group=column(each.group for each in tracked),
+            number=column(each.number for each in tracked),
+            replica_steps=column(each.replica.decode_steps for each in tracked),
+            num_computed_tokens=column(request.num_computed_tokens for request in requests),
         )
 
     def complete(self, tracked: TrackedRequest, reason: FinishReason) -> bool:

@@ -30,10 +30,6 @@ class Router:
         self._block_size = block_size
         self._replica_of: OrderedDict[Hashable, int] = OrderedDict()
 
-    def knows(self, prefix: Hashable) -> bool:
-        """Whether a prefix is remembered."""
-        return prefix in self._replica_of
-
     def route(
         self, prefixes: Sequence[Hashable], loads: Sequence[int], cached: Sequence[int] = ()
     ) -> int:

@@ -208,5 +208,6 @@ class PATScheduler(SchedulerInterface):
         raise AssertionError("drafts come with the results of steps")
 
     def shutdown(self) -> None:
+        self.controller.engine_ends()
         self.replica_set.shutdown()
         self.monitor.draft_rows.close()  # keeps responses for the next engine's drafts

@@ -144,9 +144,8 @@ def _plan(
         for c in carried:
             before.append((c.request, {f: getattr(c.request, f) for f in _CHANGED_BY_PLANNING}))
         new_replicas = active.make(target)
-        # What ended requests have cached comes along if it is likely to be used again.
-        caches_pay = active.chains.chance >= costs.least_chance(active.layout, target)
-        chains = active.chains.latest() if caches_pay and active.may_carry_caches else None
+        moves_caches = costs.mode != "recompute" and active.may_carry_caches
+        chains = active.chains.latest() if moves_caches else None
         plan = SwitchPlan.of(carried, chains, active, target, new_replicas)
         return plan, plan.command(switch_id, active.layout, target)
     except Exception as error:

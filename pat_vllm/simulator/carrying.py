@@ -3,9 +3,6 @@
 Live requests come first. The memory that they leave gets the contexts of ended turns, as from
 `scheduler/chains.py`: what a request continues is no context of its own any more. Which of them
 will be continued is not known, so that the last turns' are carried, too.
-
-An engine asks first whether carrying them pays (`CostModel.least_chance`), by the chance that it
-has learnt; this one carries all that fit. The two differ until an engine has seen next turns.
 """
 
 from __future__ import annotations

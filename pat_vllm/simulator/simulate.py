@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from pat_vllm.policy_config import IDLE_SECONDS
 from pat_vllm.predictor.policy import Policy
 from pat_vllm.profile import Profile
 from pat_vllm.simulator.ground_truth import GroundTruth
@@ -27,8 +28,8 @@ def simulate(
 ) -> SimulatedReport:
     """Replay one trace.
 
-    While requests are expected to be continued an engine without any stays in its layout; the end
-    of the trace is the end of the batch in any case.
+    A batch is over when no request was there for `IDLE_SECONDS`, as in an engine, and at the end of
+    the trace.
 
     Args:
         policy: its layouts are the engine's; it may have seen earlier runs.
@@ -41,30 +42,30 @@ def simulate(
         ValueError: a request does not fit into a replica's memory.
     """
     engine = SimulatedEngine(trace, truth, profile, policy, began, chunk)
-    over = True  # and the policy was told
+    idle_since: float | None = None
     while engine.num_seqs or engine.arriving:
         if not engine.num_seqs:
-            if not over:
+            if idle_since is not None:
                 engine.wait()
-                if policy.is_over(engine.now):
+                if engine.now - idle_since >= IDLE_SECONDS:
                     _end_batch(engine, policy)
-            if not engine.num_seqs:
-                engine.advance()
+            engine.advance()
         else:
             target = policy.choose(engine.state())
             if target != engine.layout:
                 engine.switch(target, "policy")
             if engine.num_seqs:
                 engine.advance()
-        over = not engine.num_seqs and (not engine.arriving or policy.is_over(engine.now))
-        if over:
-            _end_batch(engine, policy)
+        if not engine.num_seqs:
+            policy.idle(engine.now)
+            idle_since = engine.now
+    _end_batch(engine, policy)
     return engine.report()
 
 
 def _end_batch(engine: SimulatedEngine, policy: Policy) -> None:
-    """No request is left, and none is expected."""
-    policy.idle(engine.now)
+    """The batch is over: the engine returns to its policy's default layout."""
+    policy.batch_over(engine.now)
     if policy.default_layout != engine.layout:
         engine.switch(policy.default_layout, "idle")
 

@@ -134,8 +134,6 @@ class SimulatedEngine:
                 [replica.made + steps for replica, steps in zip(replicas, over, strict=True)],
                 counts,
             ),
-            requests.turn[index],
-            requests.held[index],
             (requests.num_computed_tokens + new_tokens)[index],
             remaining=length - outputs,
             draft_yield=lambda lengths: requests.guesses.draft_yield(index, outputs, lengths),
@@ -251,8 +249,7 @@ class SimulatedEngine:
             self.num_seqs += 1
             self._last_arrival = self.now
             arrived = True
-            turn = self._requests.turn_of(request)
-            self._policy.arrived(self.now, turn, self._requests.num_prompt_tokens[request])
+            self._policy.arrived(self.now)
         if arrived:
             self._note()
 
@@ -328,8 +325,6 @@ class SimulatedEngine:
                 self._stop_for(self._requests.arrival[following])
             length, most = self._requests.length[request], self._requests.max_tokens[request]
             self._policy.finished(ended, length, complete=bool(length < most))
-            turn = self._requests.turn_of(request)
-            self._policy.ended(ended, turn, self._requests.num_tokens(request))
         if complete:
             self._note()
 

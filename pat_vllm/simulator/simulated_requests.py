@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from pat_vllm.predictor.state import Ints, Turn
+from pat_vllm.predictor.state import Ints
 from pat_vllm.simulator.accepted_drafts import AcceptedDraftTokens
 from pat_vllm.simulator.traces import LengthTrace
 
@@ -22,7 +22,7 @@ class SimulatedRequests:
         max_tokens: that each response can have, int64 [requests].
         arrival: when each request arrives; infinite while it continues one that has not ended.
         has_turns: whether a request continues another.
-        trajectory, turn, held: of each request, as in `Turn`, int64 [requests].
+        trajectory: the first request of each request's trajectory, int64 [requests].
         num_output_tokens: generated so far, int64 [requests].
         num_computed_tokens: tokens whose KV is in memory; all of them while a request decodes,
             int64 [requests].
@@ -39,13 +39,10 @@ class SimulatedRequests:
         self.max_tokens = trace.max_tokens + np.array(trace.lengths) - np.array(trace.followed)
         self.has_turns = trace.has_turns
         self.trajectory = np.array(trace.first, np.int64)
-        self.turn, self.held = np.zeros((2, len(trace)), np.int64)
         self._before: dict[int, int] = {}
         self._next: dict[int, int] = {}
         for request, before in enumerate(trace.after):
             if before >= 0:
-                self.turn[request] = self.turn[before] + 1
-                self.held[request] = self.num_prompt_tokens[before] + self.length[before]
                 self._before[request], self._next[before] = before, request
                 self.arrival[request] = math.inf
         self._trace = trace
@@ -64,11 +61,6 @@ class SimulatedRequests:
     def next(self, request: int) -> int | None:
         """The request that continues one."""
         return self._next.get(request)
-
-    def turn_of(self, request: int) -> Turn:
-        """The place of a request in its trajectory."""
-        place = self.trajectory[request], self.turn[request], self.held[request]
-        return Turn(*map(int, place))
 
     def end(self, request: int, at: float) -> int | None:
         """A request has ended.

@@ -115,7 +115,7 @@ POLICY = EngineSpec(
     "policy",
     "qwen3_moe",
     2,
-    {"policy": {"kind": "predictor"}, "weights": "inplace"} | SPREAD,
+    {"policy": {"kind": "predictor", "idle_seconds": 0}, "weights": "inplace"} | SPREAD,
     {"disable_log_stats": False},
 )
 

@@ -49,7 +49,7 @@ def llm(run: Callable[..., Any]) -> Iterator[Any]:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    pat = {"kv_transfer": "migrate", "policy": {"kind": "static", "tp": 1}}
+    pat = {"kv_transfer": "migrate", "policy": {"kind": "static", "tp": 1, "idle_seconds": 0}}
     arguments = AsyncEngineArgs(
         model=str(random_model("repeating")),
         speculative_config=dict(DRAFTS),

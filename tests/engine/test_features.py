@@ -511,10 +511,8 @@ def test_prefix_caching(llm: Any, tp: int) -> None:
         assert_same(first, again)
 
 
-def test_prefix_caching_across_a_switch(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefix_caching_across_a_switch(llm: Any) -> None:
     """KV that was carried serves later requests, and KV of the old layout is not mistaken."""
-    costs = scheduler_of(llm).controller.costs
-    monkeypatch.setattr(costs, "least_chance", lambda *pair: 0.0)
     tokens = prompt(32, 200)
     reference = run(llm, {"a": Job(tokens, greedy(40))}, {0: 1})["a"]
     # Live at the switch: carried. Afterwards the same prompt comes again.

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from itertools import permutations
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 import pat_vllm
 from pat_vllm.layout import Layout
-from pat_vllm.predictor import trajectories
 from pat_vllm.predictor.adaptive import AdaptivePolicy
 from pat_vllm.predictor.policy import SETTLE_SECONDS
 from pat_vllm.profile import Profile, StepShape
@@ -204,16 +204,10 @@ def test_fixed_lengths_are_known_and_not_learnt_from(deciding: Any) -> None:
 
 def test_a_batch_goes_on_while_tools_run(deciding: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trajectories of three turns in lockstep: the engine has no request between two of them."""
-    llm = deciding
-    policy = scheduler_of(llm).monitor.policy
-    idle, ended = policy.idle, []
-
-    def end(now: float) -> None:
-        ended.append(now)
-        idle(now)
-
-    monkeypatch.setattr(policy, "idle", end)
-    monkeypatch.setattr(trajectories, "_SILENCE", 1e6)  # however long this machine pauses
+    llm, controller = deciding, scheduler_of(deciding).controller
+    batch_over = Mock(wraps=scheduler_of(llm).monitor.policy.batch_over)
+    monkeypatch.setattr(scheduler_of(llm).monitor.policy, "batch_over", batch_over)
+    monkeypatch.setattr(controller, "_idle_seconds", 1e6)  # however long this machine pauses
     sampling = {"max_tokens": 6, "temperature": 0.0, "ignore_eos": True}
 
     def turn(held: dict[str, list[int]]) -> dict[str, list[int]]:
@@ -222,16 +216,15 @@ def test_a_batch_goes_on_while_tools_run(deciding: Any, monkeypatch: pytest.Monk
         pat_vllm.report(llm)
         return {f"{name}+": [*held[name], *given[name].token_ids, 9, 8, 7] for name in held}
 
-    ends = []
-    for batch in range(3):
+    for batch in range(2):
         held = {f"{batch}-{i}": [5 + batch, 6 + i, *range(10, 50)] for i in range(16)}
         for _ in range(3):
             held = turn(held)
-            ends.append(len(ended))
+            assert batch_over.call_count == batch
         llm.reset_prefix_cache()  # as where training begins
-    # At first nobody knows that they go on, then nobody that they have three turns.
-    assert ends == [1, 1, 1, 2, 2, 3, 3, 3, 4]
-    turn({f"3-{i}": [50, 6 + i, *range(10, 50)] for i in range(16)})
-    assert len(ended) == 4
-    llm.reset_prefix_cache()
-    assert len(ended) == 5, "what waits has nothing to come back to"
+        assert batch_over.call_count == batch + 1
+    turn(held)
+    assert batch_over.call_count == 2
+    monkeypatch.setattr(controller, "_idle_seconds", 0.0)
+    pat_vllm.report(llm)
+    assert batch_over.call_count == 3, "nothing came for as long as that"

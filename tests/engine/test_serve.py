@@ -15,7 +15,7 @@ from tests.engine.test_async import drafts_of
 from tests.support.fork_server import Program
 from tests.support.serve import PATIENCE, Server
 
-POLICY = {"kind": "schedule", "switch_at": {"6": 2, "4": 1, "2": 2}}
+POLICY = {"kind": "schedule", "switch_at": {"6": 2, "4": 1, "2": 2}, "idle_seconds": 0}
 
 
 @pytest.fixture

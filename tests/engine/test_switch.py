@@ -199,7 +199,7 @@ def test_what_moves_is_what_requests_hold(case: Case, monkeypatch: pytest.Monkey
     Prompts are longer and shorter than the windows of a model that has some.
     """
     llm, sizes, static = case
-    monkeypatch.setattr(scheduler_of(llm).controller.costs, "least_chance", lambda *pair: 2.0)
+    monkeypatch.setattr(scheduler_of(llm).replica_set.chains, "latest", lambda: None)
     prompts = [len(job.prompt) for job in batch().values()]
     assert min(prompts) < 40 < 100 < max(prompts)
     held: list[int] = []
@@ -249,16 +249,12 @@ def between_turns(
     return before_step
 
 
-def test_the_next_turn_finds_its_kv_after_a_switch(
-    case: Case, engines: EnginePool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_next_turn_finds_its_kv_after_a_switch(case: Case, engines: EnginePool) -> None:
     """Every ordered pair of layouts, with the switch between the turns, while a request runs.
 
     What the second turn gives is what it gives where it is computed from the start in one layout.
     """
     llm, sizes, _ = case
-    costs = scheduler_of(llm).controller.costs
-    monkeypatch.setattr(costs, "least_chance", lambda *pair: 0.0)
 
     def static_turns(tp: int) -> dict[str, Outcome]:
         both: dict[str, Outcome] = {}
@@ -385,14 +381,11 @@ def test_random_switch_storm(case: Case, monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(switches_since(llm, count)) >= 12, "most switches went nowhere"
 
 
-def test_storm_of_trajectories(
-    case: Case, engines: EnginePool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_storm_of_trajectories(case: Case, engines: EnginePool) -> None:
     """Five turns of six conversations, while layouts change, caches are reset, requests aborted."""
     llm, sizes, _ = case
     rng = random.Random(9)
     scheduler = scheduler_of(llm)
-    monkeypatch.setattr(scheduler.controller.costs, "least_chance", lambda *pair: 0.0)
     sampling = {"max_tokens": 9, "temperature": 0.0, "logprobs": 0, "ignore_eos": True}
     said = [[[rng.randrange(3, 400) for _ in range(rng.randint(20, 60))] for _ in range(5)]
             for _ in range(6)]  # fmt: skip

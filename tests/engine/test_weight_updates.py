@@ -199,16 +199,12 @@ def conversations(before: Mapping[str, Outcome], index: int) -> dict[str, Job]:
     return jobs
 
 
-def test_conversations_use_no_kv_of_old_weights(
-    updated: Updated, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_conversations_use_no_kv_of_old_weights(updated: Updated) -> None:
     """Turns before and after updates that come in between, with a switch every third step.
 
     Each is what stock vLLM gives with the weights of its time, and so is all that stays cached.
     """
     llm, rng = updated.llm, random.Random(3)
-    least_chance = (scheduler_of(llm).controller.costs, "least_chance", lambda *pair: 0.0)
-    monkeypatch.setattr(*least_chance)
     expected: dict[str, dict[str, Outcome]] = {updated.old: {}, updated.new: {}}
     texts: dict[str, Job] = {}
     for index in range(3):

@@ -82,7 +82,7 @@ class ClairvoyantPolicy(Policy):
             self.drafts = layout_costs.drafts
         return plan.best
 
-    def idle(self, now: float) -> None:
+    def batch_over(self, now: float) -> None:
         self.default_layout = next(self._default_layouts)
         self._planned = None
 

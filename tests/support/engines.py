@@ -56,8 +56,10 @@ def engine(
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if in_process else "1"
     start_from_server(from_server)
     if pat is not None:
-        # What a test does not ask for must not happen: the default would decide by itself.
-        pat = {"policy": {"kind": "static", "tp": pat.get("base_tp", 1)}, **pat}
+        # What a test does not ask for must not happen: the default would decide by itself. A batch
+        # is over as soon as no request is left.
+        policy = {"kind": "static", "tp": pat.get("base_tp", 1), "idle_seconds": 0}
+        pat = {"policy": policy, **pat}
         options = {
             "distributed_executor_backend": "pat",
             **options,

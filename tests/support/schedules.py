@@ -34,5 +34,5 @@ class FollowSchedule(Policy):
     def finished(self, now: float, num_output_tokens: int, complete: bool) -> None:
         self._ended += 1
 
-    def idle(self, now: float) -> None:
+    def batch_over(self, now: float) -> None:
         self._ended = 0

@@ -146,13 +146,12 @@ def check_turns(batch: Any, trajectories: list[list[Request]]) -> None:
             assert turn.cached == (held - 1) // BLOCK * BLOCK
 
 
-def check_report(report: Any, since: float, rollouts: int) -> float:
+def check_report(report: Any, since: float) -> float:
     """Switches between turns carried caches alone, those within turns also requests.
 
     Returns:
         When the last one was made.
     """
-    assert report.later_turns == rollouts * (TURNS - 1) * len(QUESTIONS)
     switches = [switch for switch in report.switches if switch.at > since]
     within = [switch for switch in switches if switch.num_seqs]
     between = [switch for switch in switches if not switch.num_seqs and switch.cached_tokens]
@@ -169,4 +168,4 @@ def test_turns_find_their_kv_and_weights_end_it(pat: Server) -> None:
         batch, trajectories = rollout(pat, first)
         check_turns(batch, trajectories)
         check_tokens(Reference(few_tokens("llama", step)), batch)
-        at = check_report(pat.call("pat_report"), at, rollouts=step + 1)
+        at = check_report(pat.call("pat_report"), at)

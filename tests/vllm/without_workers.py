@@ -81,7 +81,7 @@ def engine_config(
 
     Args:
         num_blocks: of a rank in the base layout.
-        policy: another one than to stay.
+        policy: another one than to stay, with which a batch is over when no request is left.
         specs: of the groups of KV caches, if it is not one of full attention; see `spec`.
         state_dir: PAT's option.
         options: the engine's, for others than here.
@@ -92,7 +92,7 @@ def engine_config(
     from pat_vllm.start.setup import Setup
 
     pat: dict[str, Any] = {
-        "policy": policy or {"kind": "static", "tp": tp},
+        "policy": policy or {"kind": "static", "tp": tp, "idle_seconds": 0},
         "layouts": [1, 2, 4, 8],
     }
     if state_dir is not None:

@@ -221,8 +221,8 @@ def third_epoch(llm: Any, monkeypatch: pytest.MonkeyPatch, own: bool) -> list[fl
     unused = itertools.count(1 << 40)
     arrived = DraftRows.arrived
 
-    def arrive(rows: DraftRows, request: Any, turn: Any) -> None:
-        arrived(rows, request, turn)
+    def arrive(rows: DraftRows, request: Any) -> None:
+        arrived(rows, request)
         assert request.request_id not in rows.repeated
         if own and said:
             number = int(request.request_id.partition("-")[0])

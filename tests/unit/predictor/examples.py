@@ -43,8 +43,6 @@ def live_requests(
         group=np.arange(count),
         number=np.arange(count),
         replica_steps=np.full(count, steps),
-        turn=np.zeros(count, np.int64),
-        held=np.zeros(count, np.int64),
         num_computed_tokens=context + generated,
     )
 

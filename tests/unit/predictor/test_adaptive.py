@@ -26,7 +26,7 @@ from pat_vllm.predictor.adaptive import (
 )
 from pat_vllm.predictor.cost import CostModel
 from pat_vllm.predictor.policy import Policy, StayPolicy
-from pat_vllm.predictor.state import LiveRequests, LiveState, Turn
+from pat_vllm.predictor.state import LiveRequests, LiveState
 from pat_vllm.profile import StepShape
 from pat_vllm.reporting import SwitchReport
 from tests.support.clairvoyant import clairvoyant
@@ -211,7 +211,7 @@ def test_a_dear_plan_is_followed_sooner_by_another_where_half_of_the_requests_ha
     seconds = 0.004
     ticks = itertools.count()
     policy = AdaptivePolicy(PROFILE, bound=BOUND, timer=lambda: seconds * next(ticks))
-    policy.arrived(0.0, Turn(0, 0, 0), 10)
+    policy.arrived(0.0)
     for _ in range(_PATIENCE):
         policy.stepped(0.0, REPLICAS, StepShape(32, 320, 10, 320, 2), 0.05)
 
@@ -258,7 +258,7 @@ def test_a_switch_that_comes_too_soon_is_made_as_soon_as_it_may(
     policy = policy_of(PROFILE, bound=8000)
     observed: list[LiveRequests] = []
     monkeypatch.setattr(policy._lengths, "observe_running", observed.append)
-    policy.arrived(0.0, Turn(1, 0, 0), 100)
+    policy.arrived(0.0)
     policy.switched(switch_report(GROUP, REPLICAS, seconds=1.0, num_seqs=4, migrated=4, tokens=400))
     for _ in range(20):
         policy.stepped(1.0, REPLICAS, StepShape(2, 200, 100, busy=2), 0.039)
@@ -277,6 +277,6 @@ def test_a_switch_that_comes_too_soon_is_made_as_soon_as_it_may(
 
 def test_a_batch_whose_requests_were_all_aborted_at_once_is_no_work() -> None:
     policy = policy_of(PROFILE)
-    policy.arrived(1e6, Turn(0, 0, 0), 100)
+    policy.arrived(1e6)
     policy.idle(1e6 + 1)
     assert policy._worked_before == 0.0

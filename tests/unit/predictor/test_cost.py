@@ -116,18 +116,6 @@ def test_rates_measured_at_start_decide_without_a_profile() -> None:
     assert CostModel().choose(100, FOUR, ONE, 4) == "migrate", "nothing is known"
 
 
-def test_from_which_chance_on_a_cached_prefix_is_carried() -> None:
-    """Replicas would compute prefixes again side by side."""
-    rates = 1e-5, {ONE: 4e-3, FOUR: 1e-3}
-    model = CostModel("auto", *rates)
-    assert model.least_chance(FOUR, ONE) == pytest.approx(1e-5 * 4 / 4e-3)
-    assert model.least_chance(ONE, FOUR) == pytest.approx(1e-5 / 1e-3)
-    assert model.least_chance(ONE, TWO) == 0, "nothing is known of its prefill"
-    assert CostModel("migrate", *rates).least_chance(ONE, FOUR) == 0, "it is asked for"
-    assert CostModel("recompute", *rates).least_chance(ONE, FOUR) == np.inf
-    assert CostModel().least_chance(ONE, FOUR) == 0
-
-
 def test_carried_prefixes_are_no_cost_of_the_requests() -> None:
     """As many tokens in as much time teach the same, whoever had them."""
     alone, beside = (CostModel("auto", 1e-5) for _ in range(2))

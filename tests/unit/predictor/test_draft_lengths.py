@@ -10,7 +10,7 @@ import pytest
 from pat_vllm.layout import Layout
 from pat_vllm.modelled.hardware import modelled_profile
 from pat_vllm.predictor.adaptive import AdaptivePolicy
-from pat_vllm.predictor.state import LiveState, Turn
+from pat_vllm.predictor.state import LiveState
 from pat_vllm.profile import StepShape
 from tests.unit.predictor.examples import live_requests
 
@@ -28,8 +28,8 @@ class Driven:
         self.policy = AdaptivePolicy(profile, bound=BOUND, draft_lengths=lengths, timer=lambda: 0.0)
         self.requests, self.now = requests, 0.0
         self.layout: Layout = self.policy.default_layout
-        for request in range(requests):
-            self.policy.arrived(0.0, Turn(request, 0, 0), 100)
+        for _ in range(requests):
+            self.policy.arrived(0.0)
 
     def steps(self, count: int, k: int, accepted: int | None) -> None:
         """Steps of a replica with all requests; None: no draft was found for any."""
@@ -54,8 +54,8 @@ class Driven:
         return {batch: k for first, last, k in schedule for batch in range(first, last + 1)}
 
 
-@pytest.mark.parametrize("idle", [False, True])
-def test_draft_lengths_follow_what_is_accepted(idle: bool) -> None:
+@pytest.mark.parametrize("over", [False, True])
+def test_draft_lengths_follow_what_is_accepted(over: bool) -> None:
     """A batch begins as one like the last is planned: the first one without drafts, none with the
     lengths of the last one's tail."""
     driven = Driven()
@@ -66,8 +66,8 @@ def test_draft_lengths_follow_what_is_accepted(idle: bool) -> None:
     driven.steps(3000, 4, 0)
     assert driven.plan()[1] == 0, "drafts that are never accepted"
     driven.policy.weights_changed()
-    if idle:
-        driven.policy.idle(driven.now)
+    if over:
+        driven.policy.batch_over(driven.now)
     else:
         driven.plan()
     assert driven.table()[1] > 0, "with other weights they may be"

@@ -67,7 +67,7 @@ def test_a_policy_keeps_and_reads_it(tmp_path: Path) -> None:
     for step in range(500):
         first.drafted(float(step), 4, 8, np.full(8, 4))
     first.finished(2000.0, 50, True)
-    first.idle(2000.0)
+    first.batch_over(2000.0)
     second = AdaptivePolicy(profile, bound=1000, state_dir=state_dir, draft_lengths=LENGTHS)
     assert second._acceptance is not None
     assert tokens_of(second._acceptance.of_new) > tokens_of(Acceptance(LENGTHS))

@@ -9,7 +9,6 @@ import threading
 import pytest
 
 from pat_vllm.layout import Layout
-from pat_vllm.predictor.decisions import MAX_DECISIONS, Decisions
 from pat_vllm.reporting import (
     BatchReport,
     DraftCounts,
@@ -18,6 +17,7 @@ from pat_vllm.reporting import (
     RefusedSwitch,
 )
 from pat_vllm.reporting import history as history_module
+from pat_vllm.reporting.decisions import MAX_DECISIONS, Decisions
 from pat_vllm.reporting.history import MAX_RECORDS
 from pat_vllm.reporting.run import drafts_over_time
 from tests.unit.reporting.samples import ONE, TWO, decision_report, switch_report
@@ -31,7 +31,6 @@ def test_changes_and_first_steps_are_kept() -> None:
     for at in (1.0, 2.0):
         history.switch(switch_report(at))
     history.refused(RefusedSwitch(2.5, TWO, ONE, "because", "asleep"))
-    history.later_turn()
     for seconds, draft_length in ((0.5, 0), (0.125, 4), (0.125, 4)):
         history.step(TWO, seconds, draft_length)
     report = history.report(TWO, [ONE, TWO])
@@ -40,20 +39,23 @@ def test_changes_and_first_steps_are_kept() -> None:
     steps = report.steps[TWO]
     assert (steps.steps, steps.seconds, steps.median) == (3, 0.75, 0.125)
     assert steps.by_draft_length == {0: 0.5, 4: 0.25}
-    assert (len(report.refused), report.errors, report.later_turns) == (1, 0, 1)
+    assert (len(report.refused), report.errors) == (1, 0)
 
 
 def test_a_batch_lasts_from_its_first_arrival_to_its_last_response() -> None:
     history = EngineHistory()
-    assert history.idle() is None
+    assert history.batch_over() is None
     for control in (False, True):
-        history.arrived(10.0)
+        history.arrived(10.0, control)
         history.arrived(11.0)
         history.switch(switch_report(12.0))
         history.ended(14.0, 30)
+        closed = history.report(ONE, [ONE]).batches
         history.ended(15.5, 70)
         ended = BatchReport(15.5, 5.5, 2, 100, 1, control)
-        assert history.idle(control) == ended
+        going_on = history.report(ONE, [ONE]).batches
+        assert going_on == (*closed, ended), "between two turns it is told of as far as it got"
+        assert history.batch_over() == ended
         history.switch(switch_report(16.0, TWO, ONE, "idle"))
         assert history.report(ONE, [ONE]).batches[-1] == ended
     assert len(history.report(ONE, [ONE], since=15.0).batches) == 2

@@ -43,7 +43,6 @@ REPORT = Report(
     PREDICTOR,
     errors=2,
     drafts=(DraftSample(3.5, ONE, 0, 4, 3, DraftCounts(12, 6)),),
-    later_turns=5,
     batches=(BatchReport(2.0, 1.5, 8, 800, 1), BatchReport(3.5, 1.0, 8, 900, 0, True)),
     control=ControlComparison(3, 0.93, 0.9, 0.96),
 )
@@ -79,13 +78,12 @@ def test_a_report_is_shown_in_lines() -> None:
         "batches",
         "  now in tp2dp1; steps since the start: 3 in tp1dp2 (0.4 s, median 125.0 ms; k 0 0.2 s, "
         "k 4 0.1 s)",
-        "  5 requests continued an ended one",
         "  2 switches failed to plan: see the engine's log",
     ]
     assert "no requests yet, 2 ranks" in str(Report(ONE, (ONE, TWO), (), (), ()))
     many = replace(report, switches=tuple(switch_report(1.0 + i) for i in range(10_000)))
     lines = str(many).splitlines()
-    assert len(lines) == 47 and lines[1] == "  (9964 earlier lines are left out)"
+    assert len(lines) == 46 and lines[1] == "  (9964 earlier lines are left out)"
     assert len(repr(many)) < 120 and "10000 switches" in repr(many)
     assert len(Report.from_json(many.to_json()).switches) == 10_000
 

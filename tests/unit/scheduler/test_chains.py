@@ -154,13 +154,13 @@ def test_a_block_that_was_evicted_ends_its_chain() -> None:
 def test_a_request_takes_the_place_of_the_chain_that_it_continues() -> None:
     chains = Chains()
     for text in ("ab", "x", "abcd"):
-        chains.arrived(chain(text), 0)
-        chains.ended(chain(text), 0)
+        chains.arrived(chain(text))
+        chains.ended(chain(text))
     assert chains.latest() == [chain("abcd"), chain("x")]
-    chains.arrived(chain("xy"), 0)
+    chains.arrived(chain("xy"))
     assert chains.latest() == [chain("abcd")], "what lives is no chain"
-    chains.ended((), 0)
-    chains.ended(chain("abce"), 0)
+    chains.ended(())
+    chains.ended(chain("abce"))
     assert chains.latest() == [chain("abce"), chain("abcd")], "a part in common stays in both"
     chains.forget()
     assert chains.latest() == []
@@ -170,9 +170,9 @@ def test_the_least_recently_used_chains_are_forgotten(monkeypatch: pytest.Monkey
     monkeypatch.setattr(module, "REMEMBERED_BLOCKS", 6)
     chains = Chains()
     for text in ("abc", "xyz", "uvw"):
-        chains.ended(chain(text), 0)
+        chains.ended(chain(text))
     assert chains.latest() == [chain("uvw"), chain("xyz")]
-    chains.ended(chain("xyzz"), 0)
+    chains.ended(chain("xyzz"))
     assert chains.latest() == [chain("xyzz")]
 
 
@@ -180,27 +180,7 @@ def test_the_least_recently_used_chains_are_forgotten(monkeypatch: pytest.Monkey
 def test_memory_is_of_the_chains_in_it(events: list[tuple[bool, str]]) -> None:
     chains = Chains()
     for ends, text in events:
-        (chains.ended if ends else chains.arrived)(chain(text), 0)
+        (chains.ended if ends else chains.arrived)(chain(text))
         kept = chains.latest()
         assert chains._blocks == sum(map(len, kept))
         assert max(Counter(hashes[-1] for hashes in kept).values(), default=1) == 1
-
-
-def test_the_chance_follows_what_is_asked_for_again() -> None:
-    chains = Chains()
-    assert chains.chance == 0.5
-    for _ in range(9):
-        chains.ended(chain("ab"), 2000)
-    assert chains.chance == 0.05, "one of ten, at most half"
-    for _ in range(10_000):
-        chains.ended(chain("ab"), 100)
-    chains.ended(chain("ab"), 0)
-    assert chains.chance < 0.001
-    for i in range(5000):
-        if i % 4:
-            chains.arrived(chain("ab"), 75)  # the rest was evicted, but is asked for
-        chains.ended(chain("ab"), 100)
-    assert 0.72 < chains.chance < 0.76
-    for _ in range(100):
-        chains.arrived(chain("ab"), 1000)
-    assert chains.chance <= 1.0

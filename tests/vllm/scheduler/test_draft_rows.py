@@ -20,7 +20,7 @@ from pat_vllm.drafts.corpus import BETWEEN_ROWS, TAIL_TOKENS
 from pat_vllm.drafts.history_file import HistoryFile
 from pat_vllm.drafts.shelf import Shelf
 from pat_vllm.layout import Layout
-from pat_vllm.predictor.state import Turn
+from pat_vllm.scheduler import draft_rows
 from pat_vllm.scheduler.draft_rows import MOST_TOKENS, DraftRows
 from pat_vllm.scheduler.scheduler import PATScheduler
 from pat_vllm.worker.worker import PATWorkerMixin
@@ -30,11 +30,17 @@ RANKS, VOCAB = 4, 512
 PROMPT = [7, 8, 9]
 
 
+def blocks_of(tokens: Sequence[int]) -> list[Any]:
+    """A hash of each whole block of two tokens, of all up to its end."""
+    return [tuple(tokens[:end]) for end in range(2, len(tokens) + 1, 2)]
+
+
 def new_request(name: str, prompt: Sequence[int] = PROMPT, **sampling: Any) -> Any:
     return SimpleNamespace(
         request_id=name,
         prompt_token_ids=list(prompt),
         output_token_ids=[],
+        block_hashes=blocks_of(prompt),
         cache_salt=None,
         sampling_params=SamplingParams(**sampling),
     )
@@ -44,13 +50,14 @@ def rows_for(max_bytes: int = 1 << 20, max_num_seqs: int = 8) -> DraftRows:
     return DraftRows(max_bytes, RANKS, max_num_seqs)
 
 
-def arrive(rows: DraftRows, request: Any, trajectory: int = 0, index: int = 0) -> Any:
-    rows.arrived(request, Turn(trajectory, index, 0))
+def arrive(rows: DraftRows, request: Any) -> Any:
+    rows.arrived(request)
     return request
 
 
 def end(rows: DraftRows, request: Any, *response: int, reason: Any = FinishReason.STOP) -> None:
     request.output_token_ids = list(response)
+    request.block_hashes = blocks_of([*request.prompt_token_ids, *response])
     rows.ended(request, reason)
 
 
@@ -113,11 +120,30 @@ def test_what_was_aborted_is_not_kept() -> None:
 
 def test_a_turn_goes_by_the_prompt_of_the_first() -> None:
     rows = rows_for()
-    first = arrive(rows, new_request("first"), trajectory=1)
-    end(rows, first, 1)
-    end(rows, arrive(rows, new_request("second", [*PROMPT, 1, 50]), 1, index=1), 2)
-    arrive(rows, new_request("again"), trajectory=2)
+    end(rows, arrive(rows, new_request("first")), 1)
+    end(rows, arrive(rows, new_request("second", [*PROMPT, 1, 50])), 2)
+    arrive(rows, new_request("again"))
     assert told(rows, "again")["again"] == [[*PROMPT, 1], [*PROMPT, 1, 50, 2]]
+
+
+def test_a_template_may_replace_the_last_token_of_a_response() -> None:
+    """The blocks before it are known again."""
+    rows = rows_for()
+    end(rows, arrive(rows, new_request("first")), 1, 2, 3)
+    arrive(rows, new_request("second", [*PROMPT, 1, 2, 60, 50]))
+    assert told(rows, "second") == {"second": [[*PROMPT, 1, 2, 3]]}
+    arrive(rows, new_request("other", [*PROMPT[:2], 50]))
+    assert "other" not in rows.repeated, "what prompts have in common continues none"
+
+
+def test_only_so_many_ended_requests_are_known_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draft_rows, "_REMEMBERED_ENDS", 1)
+    rows = rows_for()
+    for name, prompt in (("a", PROMPT), ("b", [5, 6, 7])):
+        end(rows, arrive(rows, new_request(name, prompt)), 1)
+    arrive(rows, new_request("a+", [*PROMPT, 1, 50]))
+    arrive(rows, new_request("b+", [5, 6, 7, 1, 50]))
+    assert rows.repeated == {"b+"}
 
 
 def test_who_brings_a_salt_sees_his_own() -> None:
@@ -162,7 +188,7 @@ def test_every_rank_has_the_rows_of_its_replicas_requests() -> None:
     for number in range(1500):
         if len(requests) < 10:
             prompt = [draws.randrange(6)] * TAIL_TOKENS
-            requests[str(number)] = arrive(rows, new_request(str(number), prompt), number)
+            requests[str(number)] = arrive(rows, new_request(str(number), prompt))
             homes[str(number)] = draws.randrange(layout.replicas)
         if draws.random() < 0.3:
             name = draws.choice(sorted(requests))
@@ -197,7 +223,7 @@ def test_every_rank_has_the_rows_of_its_replicas_requests() -> None:
 def test_the_next_engine_drafts_from_what_is_kept(tmp_path: Path) -> None:
     first = DraftRows(1 << 20, RANKS, 8, HistoryFile(tmp_path, VOCAB))
     end(first, arrive(first, new_request("a")), 1, 2, 3)
-    first.idle()
+    first.save()
     end(first, arrive(first, new_request("b")), 4, 5)
     first.close()
     second = DraftRows(1 << 20, RANKS, 8, HistoryFile(tmp_path, VOCAB))

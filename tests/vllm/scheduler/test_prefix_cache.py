@@ -145,14 +145,10 @@ def scheduler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 
 def new_scheduler(monkeypatch: pytest.MonkeyPatch, **options: Any) -> Any:
-    """For eight ranks, in the layout tp8dp1, with a memory that follows it.
-
-    Whatever is cached is worth to be carried.
-    """
+    """For eight ranks, in the layout tp8dp1, with a memory that follows it."""
     scheduler = pat_scheduler(8, **{"num_blocks": 80, **options})
     scheduler.memory = Memory(scheduler)
     scheduler.controller.costs.mode = "migrate"
-    scheduler.controller.costs.least_chance = lambda *pair: 0.0
     make_switch = type(EXECUTOR).switch
 
     def switch(command: SwitchCommand) -> list[Any]:
@@ -272,14 +268,10 @@ def test_a_chain_half_live_and_half_cached(scheduler: Any) -> None:
     scheduler.memory.check()
 
 
-def test_what_waits_finds_what_was_cached_for_it(
-    scheduler: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """However small the chance is that an ended request's prefix is asked for."""
+def test_what_waits_finds_what_was_cached_for_it(scheduler: Any) -> None:
     anchor(scheduler)
     first = request("first", tokens_of(1, 4), 1)
     finish(scheduler, first)
-    monkeypatch.setattr(scheduler.controller.costs, "least_chance", lambda *pair: 2.0)
     again = request("again", [*first.all_token_ids, *tokens_of(2, 1)], 4)
     scheduler.add_request(again)
     assert switch(scheduler, 2).cached_tokens == 4 * BLOCK_SIZE
@@ -329,9 +321,10 @@ def test_live_requests_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_request_is_preempted_for_what_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     """A load for which pools are too small goes step by step as if nothing were cached."""
 
-    def preemptions(least_chance: float) -> tuple[int, list[list[tuple[int, int]]]]:
+    def preemptions(caches: bool) -> tuple[int, list[list[tuple[int, int]]]]:
         scheduler = new_scheduler(monkeypatch, num_blocks=FEW)
-        scheduler.controller.costs.least_chance = lambda *pair: least_chance
+        if not caches:
+            monkeypatch.setattr(scheduler.replica_set.chains, "latest", list)
         ended = [request(f"ended {i}", tokens_of(i, 4), 1) for i in range(10)]
         live = [request(f"{i}", tokens_of(100 + i, 2.5), 400) for i in range(20)]
         anchor(scheduler)
@@ -348,7 +341,7 @@ def test_no_request_is_preempted_for_what_is_cached(monkeypatch: pytest.MonkeyPa
             carried += switch(scheduler, tp).cached_tokens
         return carried, went
 
-    (none, without), (some, beside) = preemptions(2.0), preemptions(0.0)
+    (none, without), (some, beside) = preemptions(False), preemptions(True)
     assert without == beside
     falls = [
         computed > later
@@ -436,7 +429,6 @@ def test_recomputing_leaves_everything_behind(scheduler: Any) -> None:
     ended = request("a", tokens_of(1, 4), 1)
     finish(scheduler, ended)
     scheduler.controller.costs.mode = "recompute"
-    del scheduler.controller.costs.least_chance
     assert switch(scheduler, 2).cached_tokens == 0
     assert max(cached(scheduler, ended)) == 0
 
@@ -448,42 +440,6 @@ def test_without_prefix_caching_there_is_nothing(monkeypatch: pytest.MonkeyPatch
     finish(scheduler, ended)
     assert switch(scheduler, 2).cached_tokens == 0
     assert scheduler.replica_set.chains.latest() == []
-
-
-def test_what_is_never_asked_for_is_left_behind(scheduler: Any) -> None:
-    anchor(scheduler)
-    costs = scheduler.controller.costs
-    del costs.least_chance
-    costs.mode = "auto"
-    least = costs.least_chance(Layout(8, 1), Layout(2, 4))
-    assert 0 < least < 0.5
-    for _ in range(500):
-        scheduler.replica_set.chains.ended((), 4)
-    finish(scheduler, request("a", tokens_of(1, 4), 1))
-    assert switch(scheduler, 2).cached_tokens == 0
-
-
-def test_the_chance_is_learned_from_blocks_that_no_request_uses(scheduler: Any) -> None:
-    """Samples of a prompt and a prefix that others use tell nothing of next turns."""
-
-    def seen() -> tuple[float, float]:
-        chains = scheduler.replica_set.chains
-        return chains._blocks_reused - begun[0], chains._blocks_left - begun[1]
-
-    begun = 0.0, 0.0
-    begun = seen()
-    system = tokens_of(1, 2)
-    scheduler.add_request(request("lives on", system, 4000))
-    scheduler.memory.step()
-    ended = request("a", [*system, *tokens_of(2, 3)], 1)
-    finish(scheduler, ended)
-    assert seen() == (0, 3), "two of its blocks are still used"
-    finish(scheduler, request("a again", [*system, *tokens_of(2, 3)], 1))
-    assert seen() == (0, 6), "a sample of the same prompt"
-    finish(scheduler, request("b", [*system, *tokens_of(3, 1)], 1))
-    assert seen() == (0, 7)
-    finish(scheduler, request("a's next turn", [*ended.all_token_ids, *tokens_of(4, 1)], 1))
-    assert seen() == (3, 11)
 
 
 # -------------------------------------------------------------------- storms

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -377,7 +378,7 @@ def test_a_report_ends_the_work_that_is_over(
     ended: list[float] = []
     stays = scheduler.replica_set.layout
     policy = Restless(stays, stays)
-    monkeypatch.setattr(policy, "idle", ended.append)
+    monkeypatch.setattr(policy, "batch_over", ended.append)
     monkeypatch.setattr(scheduler.monitor, "policy", policy)
     add(scheduler, 2)
     output = scheduler.schedule()
@@ -410,6 +411,57 @@ def test_a_users_layout_holds_until_the_work_is_over(
     add(scheduler, 2, first=2)
     step(scheduler)
     assert scheduler.replica_set.layout == Layout(2, 4)
+
+
+@pytest.mark.parametrize(
+    ("happens", "over"),
+    [("5 s", True), ("4 s", False), ("a reset", True), ("new weights", True)],
+)
+def test_when_a_batch_is_over(happens: str, over: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layout that was asked for holds until then, also while tools run between two turns.
+
+    The engine goes back before the next request is routed, and its prefixes come along.
+    """
+    scheduler = pat_scheduler(8, num_blocks=80, policy={"kind": "static", "tp": 8})
+    scheduler.controller.costs.mode = "migrate"
+    batch_over = Mock(wraps=scheduler.monitor.policy.batch_over)
+    monkeypatch.setattr(type(scheduler.monitor.policy), "batch_over", batch_over)
+    scheduler.add_request(request_of("r0", [3] * 64, 1))
+    assert scheduler.controller.request_switch(2)
+    step(scheduler)
+    step(scheduler)
+    assert not scheduler.has_unfinished_requests()
+    assert scheduler.controller.report().timeline[-1].num_seqs == 0
+    if happens == "a reset":
+        assert scheduler.reset_prefix_cache()
+        assert scheduler.replica_set.layout == Layout(8, 1), "at once"
+    elif happens == "new weights":
+        monkeypatch.setattr(EXECUTOR, "weights_version", 5, raising=False)
+    else:
+        scheduler.monitor.last_end -= float(happens.removesuffix(" s"))
+    scheduler.add_request(request_of("r1", [3] * 65, 1))
+    assert scheduler.replica_set.layout == (Layout(8, 1) if over else Layout(2, 4))
+    assert batch_over.call_count == over
+    step(scheduler)
+    back = [switch for switch in scheduler.controller.report().switches if switch.reason == "idle"]
+    assert len(back) == over
+    if happens == "5 s":
+        assert back[0].cached_tokens == 64
+        (replica,) = scheduler.replica_set.replicas
+        assert replica.scheduler.requests["r1"].num_cached_tokens == 64
+
+
+def test_what_a_batch_taught_is_kept_when_the_engine_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though it is not over."""
+    scheduler = pat_scheduler(8, num_blocks=80, policy={"kind": "static", "tp": 8})
+    batch_over = Mock()
+    monkeypatch.setattr(type(scheduler.monitor.policy), "batch_over", batch_over)
+    add(scheduler, 1)
+    step(scheduler)
+    scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+    assert not batch_over.called
+    scheduler.shutdown()
+    assert batch_over.call_count == 1
 
 
 def test_a_paused_engine_keeps_its_layout(scheduler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -502,35 +554,6 @@ def test_outputs_that_went_out_together_have_the_time_of_the_last() -> None:
     for at in (2.0, 3.0, 1.0):
         merge_outputs(waiting, {0: EngineCoreOutputs(timestamp=at)})
     assert waiting[0].timestamp == 3.0
-
-
-@pytest.mark.parametrize("stop, waits", [(None, 0), ("</search>", 1)])
-def test_what_a_front_end_has_stopped_may_go_on_after_a_tool(stop: str | None, waits: int) -> None:
-    """It finds stop strings itself, and aborts the request then. What a user aborts has no turn."""
-    scheduler = pat_scheduler(8, num_blocks=80, policy={"kind": "static", "tp": 8})
-    ended: list[str] = []
-    scheduler.monitor.policy = Listening(scheduler.controller.layouts[0], ended)
-    request_ = request("r", 0)
-    request_.sampling_params.stop = [] if stop is None else [stop]
-    scheduler.add_request(request_)
-    step(scheduler)
-    scheduler.finish_requests(["r"], RequestStatus.FINISHED_ABORTED)
-    assert len(ended) == waits
-
-
-class Listening(Policy):
-    """Hears of ends."""
-
-    def __init__(self, default: Layout, heard: list[str]) -> None:
-        self.default_layout = default
-        self.heard = heard
-
-    def choose(self, state: Any) -> Layout:
-        layout: Layout = state.layout
-        return layout
-
-    def ended(self, *args: Any) -> None:
-        self.heard.append("ended")
 
 
 def test_what_gpus_compute_is_the_mean_of_all_replicas_whenever_it_was_computed() -> None:

@@ -31,7 +31,6 @@ from pat_vllm.scheduler.scheduler import PATScheduler
 from pat_vllm.scheduler.speculation import DraftLengths, lengths_to_plan
 from pat_vllm.scheduler.stats import add_spec_decoding_stats
 from pat_vllm.scheduler.switch import PlanningFailed
-from pat_vllm.scheduler.turns import Turns
 from tests.vllm.scheduler.protocol import SPECULATIVE, check_storm
 from tests.vllm.scheduler.test_scheduler import no_plan
 from tests.vllm.without_workers import answer, engine_config, pat_scheduler, request
@@ -375,7 +374,7 @@ def test_a_policy_hears_of_the_length_that_the_drafts_were_made_with(between: An
         idle=lambda control: None,
     )
     table: Any = SimpleNamespace(move=lambda replicas: None)
-    monitor = Monitor(policy, history, table, True, Turns(16), DraftRows(0, 1, 1))
+    monitor = Monitor(policy, history, table, True, DraftRows(0, 1, 1))
     replica: Any = SimpleNamespace(index=0, decode_steps=0, cadence=lambda *args: args[1])
     steps = [
         (a_step({}, 1, a=20, b=30), {"a": 1, "b": 1}),

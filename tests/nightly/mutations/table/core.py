@@ -33,6 +33,7 @@ MUTATIONS = mutations({
         ("blocks of preempted requests are held back for loads", "scheduler.replica:ReplicaFactory.make", "free_blocks_at_once(replica.scheduler)", "pass"),
         ("a policy is asked again at once after a refusal", "scheduler.layout_controller:LayoutController._refused", "now + back_off", "now"),
         ("a withdrawn switch is made", "scheduler.layout_controller:LayoutController._run_switch_requests", "continue  # whoever asked has given up", "pass"),
+        ("an agent's tools end its batch", "scheduler.layout_controller:LayoutController._is_over", ">= self._idle_seconds", ">= 0"),
         ("a step in flight hides that the work is over", "scheduler.layout_controller:LayoutController.finish_work", "self._active.drain()", "pass"),
         ("a policy hears of a switch before it is made", "scheduler.layout_controller:LayoutController._switch", "        active.replace(target, replicas)\n        self.costs.observe(report)\n        self._monitor.switched(report, replicas)\n", "        self._monitor.switched(report, replicas)\n        active.replace(target, replicas)\n"),
     ],
@@ -43,7 +44,7 @@ MUTATIONS = mutations({
     ],
     "tests/vllm/scheduler/test_prefix_cache.py": [
         ("cached blocks come to other hashes' blocks", "scheduler.prefix_cache:_take_up", "[block.block_id for block in blocks]", "[block.block_id for block in reversed(blocks)]"),
-        ("chains have holes", "scheduler.chains:_what_fits", "if all(map(all, blocks)):", "if True:"),
+        ("chains have holes", "scheduler.chains:_longest_prefix", "if not gaps:", "if True:"),
         ("what waits loses what is cached for it", "scheduler.switch_plan:_carry_caches", "if c.reads_cache and c", "if False and c"),
         ("caches of old weights are carried", "scheduler.replica_set:ReplicaSet.may_carry_caches", "self._cached_with in (None, self.executor.weights_version)", "True"),
     ],

@@ -9,7 +9,7 @@ from tests.nightly.mutations.mutation import mutations
 MUTATIONS = mutations({
     "tests/unit/predictor/test_planner.py": [
         ("time per token is that of a step without drafts", "predictor.planner:Planner._pace", "token, step = tokens[best, groups]", "token, step = steps[0], steps[0]"),
-        ("what waits for a place costs nothing", "predictor.planner:Planner._pace", "turns = batch / running", "turns = 1.0"),
+        ("what waits for a place costs nothing", "predictor.planner:Planner._load", "waves = batch / running", "waves = running / running"),
         ("the first step after a switch has drafts", "predictor.planner:Planner._switch_seconds", "(1 - 1 / pace.tokens)", "0"),
         ("prompts are computed last", "predictor.planner:Planner.layout_costs", "seconds[:, -1] +=", "seconds[:, 0] +="),
         ("one replica computes all prompts", "predictor.planner:Planner._prefill_seconds", "(share * layout.replicas)", "share"),

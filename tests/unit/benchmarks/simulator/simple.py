@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.simulator.traces import LengthTrace
 from pat_vllm.layout import Layout
 from pat_vllm.modelled.hardware import modelled_profile
-from pat_vllm.predictor.state import LiveState, Turn
+from pat_vllm.predictor.state import LiveState
 from pat_vllm.profile import Profile, StepShape
 from pat_vllm.reporting import SwitchReport
 from tests.support.schedules import FollowSchedule, LayoutSchedule
@@ -125,21 +125,19 @@ class Recorder(FollowSchedule):
         self.groups.update(requests.group.tolist())
         return super().choose(state)
 
-    def arrived(
-        self, now: float, turn: Turn, num_prompt_tokens: int, repeated: bool = False
-    ) -> None:
-        self.events.append(("arrived", now, turn, num_prompt_tokens))
+    def arrived(self, now: float, repeated: bool = False) -> None:
+        self.events.append(("arrived", now))
 
     def finished(self, now: float, num_output_tokens: int, complete: bool) -> None:
         super().finished(now, num_output_tokens, complete)
         self.events.append(("finished", now, num_output_tokens, complete))
 
-    def ended(self, now: float, turn: Turn, num_tokens: int) -> None:
-        self.events.append(("ended", now, turn, num_tokens))
-
     def switched(self, report: SwitchReport) -> None:
         self.events.append(("switched", report.at, str(report.target), report.num_seqs))
 
     def idle(self, now: float) -> None:
-        super().idle(now)
         self.events.append(("idle", now))
+
+    def batch_over(self, now: float) -> None:
+        super().batch_over(now)
+        self.events.append(("batch over", now))

@@ -8,13 +8,15 @@ from collections import deque
 from dataclasses import replace
 from typing import Any
 
-from pat_vllm.reporting import DecisionReport, RingBuffer, SwitchReport
+from pat_vllm.reporting.history import RingBuffer
+from pat_vllm.reporting.values import DecisionReport, SwitchReport
 
 logger = logging.getLogger(__name__)
 
 MAX_DECISIONS = 2_000
+"""Decisions that are kept; the oldest are forgotten first."""
 _STEPS = 16
-"""Steps before and after a switch whose median is reported."""
+"""Steps before a switch, and as many after it, whose median is reported."""
 _REPEAT_SECONDS = 1.0
 """A switch that is not made, again and again for the same reason, is noted this often."""
 
@@ -28,8 +30,10 @@ class Decisions:
     def __init__(self) -> None:
         self.records: RingBuffer[DecisionReport] = RingBuffer(MAX_DECISIONS)
         self._before: deque[float] = deque(maxlen=_STEPS)
-        self._after: list[float] | None = None  # of the last one that fired, until there are enough
-        self._since_fired = 0  # records from the last fired one on
+        self._after: list[float] | None = None
+        """Steps since the last decision that fired, until there are enough; seconds."""
+        self._since_fired = 0
+        """Records from the last decision that fired on."""
 
     def add(self, decision: DecisionReport) -> None:
         last = self.records.last()
