@@ -78,9 +78,9 @@ def static(llm: Any, spec: EngineSpec, engines: EnginePool) -> dict[str, Outcome
 
 @pytest.mark.parametrize("k", LENGTHS)
 def test_single_layouts(llm: Any, static: dict[str, Outcome], k: int) -> None:
-    for name in sizes_of(llm):
+    for tp in sizes_of(llm):
         go_home(llm)
-        assert pat_vllm.switch(llm, tp=name)
+        assert pat_vllm.switch(llm, tp=tp)
         pat_vllm.speculate(llm, k)
         with watched(k) as watch:
             if k:
