@@ -200,7 +200,7 @@ class SimulatedEngine:
         step, ended, policy = replica.step, replica.end, self._policy
         assert step is not None
         if policy.learns and step.shape.batch:
-            policy.drafted(ended, step.shape.k, step.shape.batch, step.accepted)
+            policy.verified(ended, step.shape.k, step.shape.batch, step.accepted)
         complete = replica.finish()
         if policy.learns:
             policy.stepped(ended, self.layout, step.shape, replica.seconds)
@@ -208,7 +208,7 @@ class SimulatedEngine:
             self.num_seqs -= 1
             self._requests.finished[request] = ended
             length = int(self._requests.length[request])
-            policy.finished(ended, length, complete=length < self._trace.max_tokens)
+            policy.ended(ended, length, complete=length < self._trace.max_tokens)
         if complete:
             self._note()
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from pat_vllm.layout import Layout
 from pat_vllm.metrics import names
 from pat_vllm.reporting import BatchReport, DraftCounts, RefusedSwitch, SwitchReport
+from pat_vllm.reporting.listener import EngineListener
 
 
 class Update(NamedTuple):
@@ -24,7 +25,7 @@ class Update(NamedTuple):
     value: float
 
 
-class MetricUpdates:
+class MetricUpdates(EngineListener):
     """Gathers what happened since the last `take`. For one thread."""
 
     def __init__(self) -> None:
@@ -57,8 +58,9 @@ class MetricUpdates:
             if (names.DRAFT_LENGTH, (str(replica),)) in self._shown:
                 self._set(names.DRAFT_LENGTH, (str(replica),), 0)
 
-    def drafted(self, replica: int, length: int, counts: DraftCounts) -> None:
-        """A replica's step verified drafts; `length` draft tokens a request are asked for next."""
+    def drafted(
+        self, now: float, layout: Layout, replica: int, length: int, counts: DraftCounts
+    ) -> None:
         self._set(names.DRAFT_LENGTH, (str(replica),), length)
         if counts.repeated_drafted:
             self._totals[names.REPEATED_DRAFTED] += counts.repeated_drafted
@@ -66,15 +68,17 @@ class MetricUpdates:
 
     # Events
 
-    def switched(self, switch: SwitchReport) -> None:
-        pair = str(switch.source), str(switch.target)
-        self._add(names.SWITCHES, (*pair, switch.reason), 1)
-        self._add(names.STALL, (switch.reason,), switch.seconds)
+    def switched(self, report: SwitchReport) -> None:
+        pair = str(report.source), str(report.target)
+        self._add(names.SWITCHES, (*pair, report.reason), 1)
+        self._add(names.STALL, (report.reason,), report.seconds)
 
     def refused(self, refused: RefusedSwitch) -> None:
         self._add(names.REFUSED, (refused.reason,), 1)
 
-    def batch(self, batch: BatchReport) -> None:
+    def batch_over(self, now: float, batch: BatchReport | None = None) -> None:
+        if batch is None:
+            return
         control = (str(batch.control).lower(),)
         self._add(names.BATCHES, control, 1)
         self._add(names.BATCH_SECONDS, control, batch.seconds)

@@ -29,7 +29,13 @@ from pat_vllm.predictor.speeds import Speeds
 from pat_vllm.predictor.state import Ints, LiveRequests, LiveState
 from pat_vllm.predictor.step_time import StepTimeModel
 from pat_vllm.profile import Profile, StepShape
-from pat_vllm.reporting import DecisionReport, PredictorReport, SwitchReport
+from pat_vllm.reporting import (
+    BatchReport,
+    DecisionReport,
+    PredictorReport,
+    RefusedSwitch,
+    SwitchReport,
+)
 from pat_vllm.reporting.decisions import Decisions
 
 _TRUSTED_STEPS = 4
@@ -135,8 +141,9 @@ class AdaptivePolicy(Policy):
         if self._acceptance is not None:
             self._acceptance.arrived(repeated)
 
-    def finished(self, now: float, num_output_tokens: int, complete: bool) -> None:
-        self._lengths.finished(num_output_tokens, complete)
+    def ended(self, now: float, num_output_tokens: int, complete: bool | None) -> None:
+        if complete is not None:
+            self._lengths.finished(num_output_tokens, complete)
 
     def stepped(self, now: float, layout: Layout, shape: StepShape, seconds: float) -> None:
         self._decisions.stepped(seconds)
@@ -159,7 +166,7 @@ class AdaptivePolicy(Policy):
             took = self._timer() - started
             self._next_observation = now + took / _OBSERVING_SHARE
 
-    def drafted(
+    def verified(
         self,
         now: float,
         length: int,
@@ -193,7 +200,7 @@ class AdaptivePolicy(Policy):
         if report.reason != "idle":
             self._last_switch = report
 
-    def refused(self, now: float) -> None:
+    def refused(self, refused: RefusedSwitch) -> None:
         self._prober.stop()
 
     def idle(self, now: float) -> None:
@@ -203,7 +210,7 @@ class AdaptivePolicy(Policy):
         self._begun = math.inf
         self._prober.stop()
 
-    def batch_over(self, now: float) -> None:
+    def batch_over(self, now: float, batch: BatchReport | None = None) -> None:
         self._lengths.end_of_batch()
         self._speeds.end_of_batch()
         learnt = None

@@ -8,13 +8,14 @@ import statistics
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from pat_vllm.layout import Layout
 from pat_vllm.reporting.control import compare
+from pat_vllm.reporting.listener import EngineListener
 from pat_vllm.reporting.values import (
     BatchReport,
     DraftCounts,
@@ -25,6 +26,9 @@ from pat_vllm.reporting.values import (
     Report,
     SwitchReport,
 )
+
+if TYPE_CHECKING:
+    from pat_vllm.profile import StepShape
 
 MAX_RECORDS = 10_000
 """Switches, refused switches, timeline and draft samples, and batches that are kept, of each."""
@@ -77,19 +81,21 @@ class _StepTimes:
     by_draft_length: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
 
 
-class EngineHistory:
+class EngineHistory(EngineListener):
     """Bounded records of switches, steps and unfinished requests, at microseconds per step.
 
     The engine's thread writes. `report` may be called from every thread.
     """
 
-    def __init__(self, chosen: str = "") -> None:
+    def __init__(self, chosen: str = "", control: Callable[[], bool] = lambda: False) -> None:
         """Have no history.
 
         Args:
             chosen: how the engine's layouts were, in a line.
+            control: whether a batch that begins now is one to compare others with.
         """
         self._chosen = chosen
+        self._control = control
         self._switches: RingBuffer[SwitchReport] = RingBuffer(MAX_RECORDS)
         self._refused: RingBuffer[RefusedSwitch] = RingBuffer(MAX_RECORDS)
         self._timeline: RingBuffer[LiveSample] = RingBuffer(MAX_RECORDS)
@@ -112,79 +118,73 @@ class EngineHistory:
             self._now = now
             self._timeline.append(LiveSample(time.monotonic(), *now))
 
-    def arrived(self, at: float, control: bool = False) -> None:
-        """Note that a request arrived: the first one begins a batch, with this `control`."""
+    def arrived(self, now: float, repeated: bool = False) -> None:
         if self._batch is None:
-            self._batch = BatchReport(at, 0.0, 0, 0, control=control)
+            self._batch = BatchReport(now, 0.0, 0, 0, control=self._control())
         self._unfinished += 1
 
-    def ended(self, at: float, num_output_tokens: int) -> None:
-        """Note that a request ended."""
+    def ended(self, now: float, num_output_tokens: int, complete: bool | None) -> None:
         if (batch := self._batch) is not None:
             self._batch = replace(
                 batch,
-                at=at,
-                seconds=batch.seconds + at - batch.at,
+                at=now,
+                seconds=batch.seconds + now - batch.at,
                 responses=batch.responses + 1,
                 tokens=batch.tokens + num_output_tokens,
             )
             self._unfinished -= 1
 
-    def step(self, layout: Layout, seconds: float, draft_length: int = 0) -> None:
-        """Note that a replica finished a step."""
+    def stepped(self, now: float, layout: Layout, shape: StepShape, seconds: float) -> None:
         with self._lock:
             times = self._steps[layout]
             times.count += 1
             times.recent.append(seconds)
-            times.by_draft_length[draft_length] += seconds
+            times.by_draft_length[shape.k] += seconds
         if self._first_step_due:
             self._first_step_due = False
             switch = self._switches.last()
             assert switch is not None
             self._switches.replace_last(replace(switch, first_step=seconds))
 
-    def drafts(
-        self, at: float, layout: Layout, replica: int, length: int, counts: DraftCounts
+    def drafted(
+        self, now: float, layout: Layout, replica: int, length: int, counts: DraftCounts
     ) -> None:
-        """Note what a replica's step did with drafts; for the arguments, see `DraftSample`."""
         with self._lock:
             sample = self._counting.get(replica)
             if (
                 sample is not None
                 and (sample.layout, sample.num_speculative_tokens) == (layout, length)
-                and at - sample.at < _DRAFT_SECONDS
+                and now - sample.at < _DRAFT_SECONDS
             ):
                 self._counting[replica] = sample.plus(counts)
                 return
-            self._counting[replica] = DraftSample(at, layout, replica, length, 1, counts)
+            self._counting[replica] = DraftSample(now, layout, replica, length, 1, counts)
             if sample is not None:
                 self._drafts.append(sample)
 
-    def idle(self) -> None:
-        """No request is left: the steps of the next ones are counted apart."""
+    def idle(self, now: float) -> None:
+        # The steps of the next requests are counted apart.
         with self._lock:
             self._drafts.extend(self._counting.values())
             self._counting.clear()
 
-    def batch_over(self) -> BatchReport | None:
-        """The batch is over. Returns it, if there was one."""
+    def end_batch(self) -> BatchReport | None:
+        """Note that the batch is over. Returns it, if there was one."""
         if self._batch is None:
             return None
         ended, self._batch = self._batch, None
         self._batches.append(ended)
         return ended
 
-    def switch(self, switch: SwitchReport) -> None:
-        """Note a switch."""
-        self._switches.append(switch)
+    def switched(self, report: SwitchReport) -> None:
+        self._switches.append(report)
         self._first_step_due = True
-        if self._batch is not None and switch.reason != "idle":
+        if self._batch is not None and report.reason != "idle":
             self._batch = replace(self._batch, switches=self._batch.switches + 1)
 
     def refused(self, refused: RefusedSwitch) -> None:
-        """Note a switch that was not made. One that was not expected is counted as an error."""
         self._refused.append(refused)
-        self._errors += not refused.expected
+        self._errors += not refused.expected  # a mistake of PAT's
 
     def report(self, layout: Layout, layouts: Iterable[Layout], since: float = -math.inf) -> Report:
         """The report, without the predictor's part.

@@ -66,7 +66,7 @@ def build(
         executor.reseed(draft_rows.salt)
     monitor = Monitor(
         policy,
-        EngineHistory(setup.chosen.get("found", "")),
+        EngineHistory(setup.chosen.get("found", ""), lambda: policy.control),
         RequestTable(max_model_len, getattr(config.policy, "length_bound", None)),
         speculates=speculative is not None,
         draft_rows=draft_rows,

@@ -12,10 +12,13 @@ from vllm.v1.engine import FinishReason
 from pat_vllm.drafts.corpus import Corpus, Key, Row, key_of
 from pat_vllm.drafts.history_file import HistoryFile
 from pat_vllm.drafts.shelf import RowUpdate, Shelf
+from pat_vllm.reporting.listener import EngineListener
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
+
+    from pat_vllm.reporting import BatchReport, SwitchReport
 
 MOST_TOKENS = 1 << 17
 """Tokens of earlier responses that a request may draft from: eight responses of 16K tokens."""
@@ -33,7 +36,7 @@ class _Prompt(NamedTuple):
     num_blocks: int
 
 
-class DraftRows:
+class DraftRows(EngineListener):
     """Gives each request the earlier responses to its prompt, and the siblings' that end while it
     runs.
 
@@ -83,8 +86,8 @@ class DraftRows:
         """Requests to whose prompt there are earlier responses."""
         return self._rows.keys()
 
-    def arrived(self, request: Request) -> None:
-        """A request has come."""
+    def add(self, request: Request) -> None:
+        """Look for earlier responses to the prompt of a request that has come."""
         prompt, params = request.prompt_token_ids, request.sampling_params
         if not self._max_bytes or params is None or not prompt:
             return
@@ -114,8 +117,8 @@ class DraftRows:
             self._rows[request_id] = rows
             self._changed.add(request_id)
 
-    def ended(self, request: Request, reason: FinishReason) -> None:
-        """A request has ended; what it generated is kept unless it was aborted."""
+    def remove(self, request: Request, reason: FinishReason) -> None:
+        """Keep what a request that has ended generated, unless it was aborted."""
         if (known := self._prompts.pop(request.request_id, None)) is None:
             return
         key = known.key
@@ -138,16 +141,16 @@ class DraftRows:
             for request_id in running:
                 self._give(request_id, rows)
 
-    def save(self) -> None:
-        """Keep the responses for the next engine."""
+    def batch_over(self, now: float, batch: BatchReport | None = None) -> None:
+        # Keep the responses for the next engine.
         self._file.save(self._corpus)
 
     def close(self) -> None:
         """The engine ends."""
         self._file.close(self._corpus)
 
-    def moved(self) -> None:
-        """The requests are in other replicas now."""
+    def switched(self, report: SwitchReport) -> None:
+        # The requests are in other replicas now.
         self._changed.update(self._rows, self._id_again)
 
     def update(

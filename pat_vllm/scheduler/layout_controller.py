@@ -103,7 +103,7 @@ class LayoutController:
         version = self._active.executor.weights_version
         if version != self._weights_version:
             self._weights_version = version
-            self._monitor.policy.weights_changed()
+            self._monitor.weights_changed()
 
     def finish_work(self) -> None:
         """If the last response has ended, end its batch, too, if that is over.

@@ -1,4 +1,4 @@
-"""Tells the policy and the report what happens in the engine."""
+"""Tells listeners what happens in the engine: the policy, the report, metrics, drafts."""
 
 from __future__ import annotations
 
@@ -24,13 +24,15 @@ if TYPE_CHECKING:
     from pat_vllm.layout import Layout
     from pat_vllm.metrics.metric_updates import MetricUpdates
     from pat_vllm.predictor.policy import Policy
+    from pat_vllm.profile import StepShape
     from pat_vllm.reporting import EngineHistory, RefusedSwitch, SwitchReport
+    from pat_vllm.reporting.listener import EngineListener
     from pat_vllm.scheduler.draft_rows import DraftRows
     from pat_vllm.scheduler.replica import Replica
 
 
 class Monitor:
-    """Knows the unfinished requests. Every event reaches the policy and the history through it.
+    """Knows the unfinished requests, and tells all listeners of every event.
 
     Attributes:
         policy: decides when to switch.
@@ -38,9 +40,9 @@ class Monitor:
         requests: the unfinished requests.
         draft_rows: earlier responses to the same prompts, for drafts; `repeated` has the ids of
             requests whose prompt has some.
+        metrics: what happened, for Prometheus; None where vLLM keeps no statistics.
         last_arrival, last_end: when a request arrived last, and when one ended last, seconds on
             the monotonic clock.
-        metrics: what happened, for Prometheus; None where vLLM keeps no statistics.
     """
 
     def __init__(
@@ -57,59 +59,63 @@ class Monitor:
         self.history = history
         self.requests = requests
         self.draft_rows = draft_rows
-        self.last_arrival = self.last_end = 0.0
         self.metrics = metrics
+        self.last_arrival = self.last_end = 0.0
         self._draft_length: dict[int, int] = {}
         """By replica: the draft length of its last step, whose drafts its next one verifies."""
 
+    @property
+    def listeners(self) -> tuple[EngineListener, ...]:
+        """All that hear of events, in this order; the policy comes last."""
+        metrics = () if self.metrics is None else (self.metrics,)
+        return (self.draft_rows, self.history, *metrics, self.policy)
+
     def arrived(self, request: Request, replica: Replica, group: int) -> None:
         """A request was routed to a replica. Requests of a `group` are samples of one prompt."""
-        self.last_arrival = time.monotonic()
-        self.history.arrived(self.last_arrival, self.policy.control)
+        self.last_arrival = now = time.monotonic()
         self.requests.add(request, replica, group)
-        self.draft_rows.arrived(request)
-        self.policy.arrived(self.last_arrival, request.request_id in self.draft_rows.repeated)
+        self.draft_rows.add(request)
+        repeated = request.request_id in self.draft_rows.repeated
+        for listener in self.listeners:
+            listener.arrived(now, repeated)
 
     def stepped(
         self, layout: Layout, replica: Replica, step: SchedulerOutput, busy: int, result: StepResult
     ) -> None:
         """A replica finished a step, while `busy` replicas had steps in flight."""
-        now = time.monotonic()
+        now, shape = time.monotonic(), step_shape(step, busy)
+        replica.decode_steps += shape.batch > 0
+        if self._speculates and step.total_num_scheduled_tokens:
+            self._tell_drafts(now, layout, replica, step, shape, result)
         # With asynchronous scheduling a step is sent while another runs.
         seconds = replica.cadence(now, result.seconds)
-        length = step.num_spec_tokens_to_schedule if self._speculates else 0
-        self.history.step(layout, seconds, length)
-        if self._speculates and step.total_num_scheduled_tokens:
-            counts = counted_drafts(step, result.output, self.draft_rows.repeated)
-            self.history.drafts(now, layout, replica.index, length, counts)
-            if self.metrics is not None:
-                self.metrics.drafted(replica.index, length, counts)
-        if self.policy.learns:
-            self._teach(now, layout, replica, step, busy, result, seconds)
+        for listener in self.listeners:
+            listener.stepped(now, layout, shape, seconds)
 
-    def _teach(
+    def _tell_drafts(
         self,
         now: float,
         layout: Layout,
         replica: Replica,
         step: SchedulerOutput,
-        busy: int,
+        shape: StepShape,
         result: StepResult,
-        seconds: float,
     ) -> None:
-        """Give the policy a step's time and, for each kind of prompt, its accepted drafts."""
-        shape = step_shape(step, busy)
-        replica.decode_steps += shape.batch > 0
-        if self._speculates and (shape.batch or shape.prefill):
-            length = self._draft_length.get(replica.index, 0)
-            self._draft_length[replica.index] = shape.k
-            by_prompt = self._by_prompt(step, shape.batch) if shape.batch else ()
-            for repeated, count, requests in by_prompt:
-                accepted, drafted = verified_drafts(step, result.output, requests)
-                # `count` is an estimate, since ids include requests that still prefill.
-                count = max(count, len(accepted))
-                self.policy.drafted(now, length, count, accepted, repeated, drafted)
-        self.policy.stepped(now, layout, shape, seconds)
+        """Tell what a step's drafts came to, and who learns, for each kind of prompt, of those of
+        each request."""
+        counts = counted_drafts(step, result.output, self.draft_rows.repeated)
+        for listener in self.listeners:
+            listener.drafted(now, layout, replica.index, shape.k, counts)
+        length = self._draft_length.get(replica.index, 0)
+        self._draft_length[replica.index] = shape.k
+        learners = [listener for listener in self.listeners if listener.learns]
+        by_prompt = self._by_prompt(step, shape.batch) if learners and shape.batch else ()
+        for repeated, count, requests in by_prompt:
+            accepted, drafted = verified_drafts(step, result.output, requests)
+            # `count` is an estimate, since ids include requests that still prefill.
+            count = max(count, len(accepted))
+            for listener in learners:
+                listener.verified(now, length, count, accepted, repeated, drafted)
 
     def _by_prompt(
         self, step: SchedulerOutput, batch: int
@@ -133,40 +139,37 @@ class Monitor:
         if tracked is None:
             return None
         self.last_end, request = time.monotonic(), tracked.request
-        self.history.ended(self.last_end, request.num_output_tokens)
-        if not tracked.exact:  # a fixed length tells nothing about other requests
-            complete = self.requests.complete(tracked, reason)
-            self.policy.finished(self.last_end, request.num_output_tokens, complete)
-        self.draft_rows.ended(request, reason)
+        self.draft_rows.remove(request, reason)
+        complete = None if tracked.exact else self.requests.complete(tracked, reason)
+        for listener in self.listeners:
+            listener.ended(self.last_end, request.num_output_tokens, complete)
         return tracked
 
     def idle(self) -> None:
         """No request is left. The batch may go on."""
         self._draft_length.clear()
-        self.history.idle()
-        self.policy.idle(time.monotonic())
+        for listener in self.listeners:
+            listener.idle(time.monotonic())
 
     def batch_over(self) -> None:
         """The batch is over: it is counted, and what was learnt in it is kept."""
-        batch = self.history.batch_over()
-        self.draft_rows.save()
-        self.policy.batch_over(time.monotonic())
-        if batch is not None and self.metrics is not None:
-            self.metrics.batch(batch)
+        batch = self.history.end_batch()
+        for listener in self.listeners:
+            listener.batch_over(time.monotonic(), batch)
 
     def switched(self, report: SwitchReport, replicas: Sequence[Replica]) -> None:
         """The engine has switched; its requests are in `replicas` now."""
         self.requests.move(replicas)
-        self.draft_rows.moved()
         self._draft_length.clear()  # drafts were dropped
-        self.history.switch(report)
-        if self.metrics is not None:
-            self.metrics.switched(report)
-        self.policy.switched(report)
+        for listener in self.listeners:
+            listener.switched(report)
 
     def refused(self, refused: RefusedSwitch) -> None:
         """A switch was not made."""
-        self.history.refused(refused)
-        if self.metrics is not None:
-            self.metrics.refused(refused)
-        self.policy.refused(refused.at)
+        for listener in self.listeners:
+            listener.refused(refused)
+
+    def weights_changed(self) -> None:
+        """The model's weights may be others than before."""
+        for listener in self.listeners:
+            listener.weights_changed()

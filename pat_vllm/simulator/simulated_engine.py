@@ -312,7 +312,7 @@ class SimulatedEngine:
             reported, k = min(steps, _TOLD_OF_DRAFTS), replica.scheduled.k
             # The requests are still what they were before the chunk.
             for accepted in replica.accepted(reported) if k else [_NO_DRAFTS] * reported:
-                self._policy.drafted(ended, k, replica.shape.batch, accepted)
+                self._policy.verified(ended, k, replica.shape.batch, accepted)
         complete = replica.finish(steps)
         if self._policy.learns:
             seconds = self._truth.step_seconds(self.layout, replica.shape, replica.began)
@@ -324,7 +324,7 @@ class SimulatedEngine:
                 heappush(self._arrivals, (self._requests.arrival[following], following))
                 self._stop_for(self._requests.arrival[following])
             length, most = self._requests.length[request], self._requests.max_tokens[request]
-            self._policy.finished(ended, length, complete=bool(length < most))
+            self._policy.ended(ended, length, complete=bool(length < most))
         if complete:
             self._note()
 

@@ -20,6 +20,7 @@ from pat_vllm.predictor.planner import Planner
 from pat_vllm.predictor.policy import Policy, StayPolicy
 from pat_vllm.predictor.state import Floats, LiveRequests, LiveState
 from pat_vllm.profile import Profile, StepShape
+from pat_vllm.reporting import BatchReport
 
 _NEWS = 0.02
 """Share of the live requests that have to end before it plans again."""
@@ -82,7 +83,7 @@ class ClairvoyantPolicy(Policy):
             self.drafts = layout_costs.drafts
         return plan.best
 
-    def batch_over(self, now: float) -> None:
+    def batch_over(self, now: float, batch: BatchReport | None = None) -> None:
         self.default_layout = next(self._default_layouts)
         self._planned = None
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.policy import Policy
 from pat_vllm.predictor.state import LiveState
+from pat_vllm.reporting import BatchReport
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,8 @@ class FollowSchedule(Policy):
                 target = layout
         return target
 
-    def finished(self, now: float, num_output_tokens: int, complete: bool) -> None:
+    def ended(self, now: float, num_output_tokens: int, complete: bool | None) -> None:
         self._ended += 1
 
-    def batch_over(self, now: float) -> None:
+    def batch_over(self, now: float, batch: BatchReport | None = None) -> None:
         self._ended = 0

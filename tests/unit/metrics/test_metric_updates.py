@@ -47,7 +47,7 @@ def values_of(sent: list[Update], metric: str) -> dict[tuple[str, ...], float]:
 def test_drafts_of_repeated_prompts_add_up_and_wait_for_the_next_statistics() -> None:
     updates = MetricUpdates()
     for counts in (DraftCounts(8, 3, 4, 2), DraftCounts(4, 1), DraftCounts(6, 5, 6, 5)):
-        updates.drafted(0, 4, counts)
+        updates.drafted(0.0, LAYOUTS[0], 0, 4, counts)
     assert not updates.has_events
     sent = taken(updates)
     assert values_of(sent, names.REPEATED_DRAFTED) == {(): 10}
@@ -65,8 +65,8 @@ def test_gauges_travel_when_they_change() -> None:
     assert values_of(sent, names.NUM_REQUESTS) == {("0",): 3, ("1",): 2, ("2",): 0, ("3",): 1}
     updates.state(LAYOUTS[0], [3, 2, 0, 1])
     assert updates.take() is None
-    updates.drafted(1, 4, DraftCounts(8, 3))
-    updates.drafted(1, 2, DraftCounts(8, 3))
+    updates.drafted(0.0, LAYOUTS[0], 1, 4, DraftCounts(8, 3))
+    updates.drafted(0.0, LAYOUTS[0], 1, 2, DraftCounts(8, 3))
     updates.state(LAYOUTS[0], [3, 1, 0, 1])
     assert not updates.has_events
     assert taken(updates) == [
@@ -83,7 +83,7 @@ def test_gauges_travel_when_they_change() -> None:
 
 def test_batches_are_told_at_once() -> None:
     updates = MetricUpdates()
-    updates.batch(BatchReport(9.0, 2.5, 8, 100, control=True))
+    updates.batch_over(0.0, BatchReport(9.0, 2.5, 8, 100, control=True))
     assert updates.has_events
     assert taken(updates) == [
         Update(names.BATCHES, ["true"], 1),

@@ -39,7 +39,7 @@ class Driven:
         for _ in range(count):
             self.now += 0.01
             self.policy.stepped(self.now, self.layout, shape, 0.01)
-            self.policy.drafted(self.now, k, batch, np.full(hits, accepted or 0))
+            self.policy.verified(self.now, k, batch, np.full(hits, accepted or 0))
 
     def plan(self) -> dict[int, int]:
         """`table` after a plan."""
@@ -99,7 +99,7 @@ def test_both_kinds_of_requests_of_a_step_are_learnt_from() -> None:
     )
     assert policy._acceptance is not None
     for step in range(20):
-        policy.drafted(float(step), 4, 4, np.full(4, 4), True)
-        policy.drafted(float(step), 4, 4, np.full(0, 0), False)
+        policy.verified(float(step), 4, 4, np.full(4, 4), True)
+        policy.verified(float(step), 4, 4, np.full(0, 0), False)
     assert policy._acceptance.of_repeated.expected().tokens[-1] > 3
     assert policy._acceptance.of_new.expected().tokens[-1] < 2

@@ -65,8 +65,8 @@ def test_a_policy_keeps_and_reads_it(tmp_path: Path) -> None:
     state_dir = tmp_path / "made" / "when written"
     first = AdaptivePolicy(profile, bound=1000, state_dir=state_dir, draft_lengths=LENGTHS)
     for step in range(500):
-        first.drafted(float(step), 4, 8, np.full(8, 4))
-    first.finished(2000.0, 50, True)
+        first.verified(float(step), 4, 8, np.full(8, 4))
+    first.ended(2000.0, 50, True)
     first.batch_over(2000.0)
     second = AdaptivePolicy(profile, bound=1000, state_dir=state_dir, draft_lengths=LENGTHS)
     assert second._acceptance is not None

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import sys
 import threading
+from dataclasses import replace
 
 import pytest
 
 from pat_vllm.layout import Layout
+from pat_vllm.profile import StepShape
 from pat_vllm.reporting import (
     BatchReport,
     DraftCounts,
@@ -22,17 +24,19 @@ from pat_vllm.reporting.history import MAX_RECORDS
 from pat_vllm.reporting.run import drafts_over_time
 from tests.unit.reporting.samples import ONE, TWO, decision_report, switch_report
 
+STEP = StepShape(batch=1, context=8, longest=8)
+
 
 def test_changes_and_first_steps_are_kept() -> None:
     history = EngineHistory()
     for by_replica in ((3, 2), (3, 2), (2, 3), (2, 2)):
         history.live(ONE, sum(by_replica), by_replica)
-    history.step(ONE, 0.25)
+    history.stepped(0.0, ONE, STEP, 0.25)
     for at in (1.0, 2.0):
-        history.switch(switch_report(at))
+        history.switched(switch_report(at))
     history.refused(RefusedSwitch(2.5, TWO, ONE, "because", "asleep"))
     for seconds, draft_length in ((0.5, 0), (0.125, 4), (0.125, 4)):
-        history.step(TWO, seconds, draft_length)
+        history.stepped(3.0, TWO, replace(STEP, k=draft_length), seconds)
     report = history.report(TWO, [ONE, TWO])
     assert [sample.by_replica for sample in report.timeline] == [(3, 2), (2, 3), (2, 2)]
     assert [switch.first_step for switch in report.switches] == [None, 0.5]
@@ -43,20 +47,21 @@ def test_changes_and_first_steps_are_kept() -> None:
 
 
 def test_a_batch_lasts_from_its_first_arrival_to_its_last_response() -> None:
-    history = EngineHistory()
-    assert history.batch_over() is None
+    control = False
+    history = EngineHistory(control=lambda: control)
+    assert history.end_batch() is None
     for control in (False, True):
-        history.arrived(10.0, control)
+        history.arrived(10.0)
         history.arrived(11.0)
-        history.switch(switch_report(12.0))
-        history.ended(14.0, 30)
+        history.switched(switch_report(12.0))
+        history.ended(14.0, 30, True)
         closed = history.report(ONE, [ONE]).batches
-        history.ended(15.5, 70)
+        history.ended(15.5, 70, None)
         ended = BatchReport(15.5, 5.5, 2, 100, 1, control)
         going_on = history.report(ONE, [ONE]).batches
         assert going_on == (*closed, ended), "between two turns it is told of as far as it got"
-        assert history.batch_over() == ended
-        history.switch(switch_report(16.0, TWO, ONE, "idle"))
+        assert history.end_batch() == ended
+        history.switched(switch_report(16.0, TWO, ONE, "idle"))
         assert history.report(ONE, [ONE]).batches[-1] == ended
     assert len(history.report(ONE, [ONE], since=15.0).batches) == 2
     assert not history.report(ONE, [ONE], since=16.0).batches
@@ -72,11 +77,11 @@ def test_a_long_history_is_bounded_and_is_sent_since_a_time(
     for second in range(MAX_RECORDS + 10):
         now = float(second)
         history.live(ONE, second)
-        history.switch(switch_report(now))
+        history.switched(switch_report(now))
         reason = "asleep" if second % 2 else "planning_failed"
         history.refused(RefusedSwitch(now, TWO, ONE, "KeyError('r1')", reason))
-        history.step(ONE, 0.5)
-        history.drafts(now, ONE, 0, 4, DraftCounts(4, second % 4))
+        history.stepped(now, ONE, STEP, 0.5)
+        history.drafted(now, ONE, 0, 4, DraftCounts(4, second % 4))
     last = MAX_RECORDS + 9.0
     for since, times in (
         (last - 2, [last - 2, last - 1, last]),
@@ -104,9 +109,9 @@ def test_drafts_of_two_batches_are_counted_apart() -> None:
         (11.2, ONE, 1, 4, 8, 2),  # more than a second after the first
         (11.3, ONE, 1, 4, 8, 1),
     ):
-        history.drafts(at, layout, replica, length, DraftCounts(drafted, accepted))
-    history.idle()
-    history.drafts(11.4, ONE, 1, 4, DraftCounts(8, 8, 5, 4))
+        history.drafted(at, layout, replica, length, DraftCounts(drafted, accepted))
+    history.idle(11.4)
+    history.drafted(11.4, ONE, 1, 4, DraftCounts(8, 8, 5, 4))
     assert history.report(ONE, [ONE]).drafts == (
         DraftSample(10.1, ONE, 1, 4, 1, DraftCounts(8, 3)),
         DraftSample(10.2, ONE, 0, 4, 1, DraftCounts(16, 7)),
@@ -161,9 +166,9 @@ def test_a_history_is_read_while_it_grows() -> None:
                 if index == 250:
                     read.wait()
                 for _ in range(3):
-                    history.step(layout, 1.0)
-                history.switch(switch_report(float(index)))
-                history.drafts(float(index), ONE, 0, 4, DraftCounts(8, 8))
+                    history.stepped(float(index), layout, STEP, 1.0)
+                history.switched(switch_report(float(index)))
+                history.drafted(float(index), ONE, 0, 4, DraftCounts(8, 8))
         except BaseException as error:
             failed.append(error)
 

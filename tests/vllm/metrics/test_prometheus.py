@@ -74,7 +74,7 @@ def test_the_registry_adds_up_what_happened() -> None:
         batch = BatchReport(1.0, rng.random(), 8, rng.randrange(99), control=rng.random() < 0.5)
         updates.switched(switch_report(1.0, source, target, reason, seconds=seconds))
         updates.refused(RefusedSwitch(1.0, source, target, "", reason=refusal))
-        updates.batch(batch)
+        updates.batch_over(1.0, batch)
         if rng.random() < 0.5:
             metrics.observe({"updates": taken(updates)})
         _, total, count = exported(names.STALL)

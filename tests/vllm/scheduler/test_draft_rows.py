@@ -24,6 +24,7 @@ from pat_vllm.scheduler import draft_rows
 from pat_vllm.scheduler.draft_rows import MOST_TOKENS, DraftRows
 from pat_vllm.scheduler.scheduler import PATScheduler
 from pat_vllm.worker.worker import PATWorkerMixin
+from tests.unit.reporting.samples import switch_report
 from tests.vllm import without_workers
 
 RANKS, VOCAB = 4, 512
@@ -51,14 +52,14 @@ def rows_for(max_bytes: int = 1 << 20, max_num_seqs: int = 8) -> DraftRows:
 
 
 def arrive(rows: DraftRows, request: Any) -> Any:
-    rows.arrived(request)
+    rows.add(request)
     return request
 
 
 def end(rows: DraftRows, request: Any, *response: int, reason: Any = FinishReason.STOP) -> None:
     request.output_token_ids = list(response)
     request.block_hashes = blocks_of([*request.prompt_token_ids, *response])
-    rows.ended(request, reason)
+    rows.remove(request, reason)
 
 
 def told(rows: DraftRows, *names: str) -> dict[str, list[list[int]]]:
@@ -197,7 +198,7 @@ def test_every_rank_has_the_rows_of_its_replicas_requests() -> None:
         if draws.random() < 0.05:
             layout = draws.choice(layouts)
             homes = {name: draws.randrange(layout.replicas) for name in homes}
-            rows.moved()
+            rows.switched(switch_report(1.0))
         for replica in range(layout.replicas):
             here = [name for name, home in homes.items() if home == replica]
             step = draws.sample(here, draws.randint(0, len(here)))
@@ -223,7 +224,7 @@ def test_every_rank_has_the_rows_of_its_replicas_requests() -> None:
 def test_the_next_engine_drafts_from_what_is_kept(tmp_path: Path) -> None:
     first = DraftRows(1 << 20, RANKS, 8, HistoryFile(tmp_path, VOCAB))
     end(first, arrive(first, new_request("a")), 1, 2, 3)
-    first.save()
+    first.batch_over(0.0)
     end(first, arrive(first, new_request("b")), 4, 5)
     first.close()
     second = DraftRows(1 << 20, RANKS, 8, HistoryFile(tmp_path, VOCAB))
@@ -252,7 +253,7 @@ def test_an_id_that_comes_again_has_no_rows_of_the_request_before() -> None:
     arrive(rows, new_request("a", seed=1))
     step("a", 0)
     assert not ranks[0].ids_of("a")
-    rows.moved()
+    rows.switched(switch_report(1.0))
     step("a", 0, 1)
     assert not ranks[1].ids_of("a")
 

@@ -11,8 +11,9 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from pat_vllm.patches.schedulers import make_room_for_grammars
 from pat_vllm.scheduler.scheduler import PATScheduler
+from pat_vllm.start.setup import Setup
 from tests.vllm.scheduler.test_scheduler import add, step
-from tests.vllm.without_workers import engine_config
+from tests.vllm.without_workers import EXECUTOR, engine_config
 
 RANKS = 8
 SEQS = 4
@@ -24,6 +25,7 @@ def scheduler_in(tp: int, **options: Any) -> Any:
     config, stock = engine_config(tp, num_blocks=200)
     config.scheduler_config.max_num_seqs = SEQS
     config.additional_config["pat"].update(kv_transfer="migrate", **options)
+    EXECUTOR.setup = Setup.of(config)
     return PATScheduler(vllm_config=config, **stock)
 
 

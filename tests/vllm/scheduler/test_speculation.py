@@ -21,8 +21,9 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 from pat_vllm.executor.executor import StepResult
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.draft_schedule import Schedule, draft_lengths, every_length
+from pat_vllm.predictor.policy import StayPolicy
 from pat_vllm.profile import StepShape
-from pat_vllm.reporting import DraftCounts
+from pat_vllm.reporting import DraftCounts, EngineHistory
 from pat_vllm.scheduler import switch_plan
 from pat_vllm.scheduler.draft_rows import DraftRows
 from pat_vllm.scheduler.monitor import Monitor
@@ -31,6 +32,7 @@ from pat_vllm.scheduler.scheduler import PATScheduler
 from pat_vllm.scheduler.speculation import DraftLengths, lengths_to_plan
 from pat_vllm.scheduler.stats import add_spec_decoding_stats
 from pat_vllm.scheduler.switch import PlanningFailed
+from tests.unit.reporting.samples import switch_report
 from tests.vllm.scheduler.protocol import SPECULATIVE, check_storm
 from tests.vllm.scheduler.test_scheduler import no_plan
 from tests.vllm.without_workers import answer, engine_config, pat_scheduler, request
@@ -351,29 +353,22 @@ def test_drafts_of_a_request_that_is_gone_are_not_accepted() -> None:
 
 @pytest.mark.parametrize(
     "between",
-    [None, lambda monitor: monitor.switched(None, []), Monitor.idle],
+    [None, lambda monitor: monitor.switched(switch_report(1.0), []), Monitor.idle],
     ids=["nothing", "a switch", "the end"],
 )
 def test_a_policy_hears_of_the_length_that_the_drafts_were_made_with(between: Any) -> None:
     """Also after prompts alone. At a switch, and at the end of a batch, drafts are dropped."""
     heard: list[tuple[int, int, list[int]]] = []
-    policy: Any = SimpleNamespace(
-        learns=True,
-        control=False,
-        stepped=lambda *args: None,
-        switched=lambda report: None,
-        idle=lambda now: None,
-        drafted=lambda now, length, requests, accepted, repeated, drafted: heard.append(
-            (length, requests, accepted.tolist())
-        ),
-    )
-    history: Any = SimpleNamespace(
-        step=lambda *args: None,
-        drafts=lambda *args: None,
-        switch=lambda report: None,
-        idle=lambda control: None,
-    )
+
+    class Learner(StayPolicy):
+        learns = True
+
+        def verified(self, now: float, *verified: Any) -> None:
+            length, requests, accepted, *_ = verified
+            heard.append((length, requests, accepted.tolist()))
+
     table: Any = SimpleNamespace(move=lambda replicas: None)
+    policy, history = Learner(Layout(1, 1)), EngineHistory()
     monitor = Monitor(policy, history, table, True, DraftRows(0, 1, 1))
     replica: Any = SimpleNamespace(index=0, decode_steps=0, cadence=lambda *args: args[1])
     steps = [

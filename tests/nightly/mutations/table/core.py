@@ -21,7 +21,7 @@ MUTATIONS = mutations({
         ("0 is no draft length", "scheduler.speculation:DraftLengths._table", "requested is not None", "requested"),
         ("draft lengths are not written after a plan", "scheduler.speculation:DraftLengths.write", "self._written == now", "self._written[::3] == now[::3] and self._written[1] == requested"),
         ("what was not sampled counts as rejected", "scheduler.requests:counted_drafts", "- sum(map(bool, generated))", "- len(generated)"),
-        ("a policy hears of the next drafts' length", "scheduler.monitor:Monitor._teach", "self.policy.drafted(now, length,", "self.policy.drafted(now, shape.k,"),
+        ("a policy hears of the next drafts' length", "scheduler.monitor:Monitor._tell_drafts", "listener.verified(now, length,", "listener.verified(now, shape.k,"),
     ],
     "tests/vllm/scheduler/test_scheduler.py": [
         ("the policy switches a paused engine", "scheduler.layout_controller:LayoutController._follow_policy", " or active.pause_state != PauseState.UNPAUSED", ""),

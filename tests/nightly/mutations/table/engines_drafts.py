@@ -41,7 +41,7 @@ MUTATIONS = mutations({
     ],
     "tests/vllm/scheduler/test_draft_rows.py": [
         ("the last responses are not kept", "scheduler.draft_rows:DraftRows.close", "self._file.close(self._corpus)", "pass"),
-        ("requests with seeds see what they said", "scheduler.draft_rows:DraftRows.arrived", "if params.sampling_type != SamplingType.RANDOM_SEED:", "if True:"),
+        ("requests with seeds see what they said", "scheduler.draft_rows:DraftRows.add", "if params.sampling_type != SamplingType.RANDOM_SEED:", "if True:"),
         ("a salt changes nothing", "worker.runtime:seed_replica", "(salt, switch_id, replica)", "(switch_id, replica)"),
     ],
     "tests/vllm/kernels/test_suffix_match.py": [

@@ -11,7 +11,7 @@ from pat_vllm.layout import Layout
 from pat_vllm.modelled.hardware import modelled_profile
 from pat_vllm.predictor.state import LiveState
 from pat_vllm.profile import Profile, StepShape
-from pat_vllm.reporting import SwitchReport
+from pat_vllm.reporting import BatchReport, SwitchReport
 from tests.support.schedules import FollowSchedule, LayoutSchedule
 
 ONE, TWO = Layout(1, 2), Layout(2, 1)
@@ -128,8 +128,8 @@ class Recorder(FollowSchedule):
     def arrived(self, now: float, repeated: bool = False) -> None:
         self.events.append(("arrived", now))
 
-    def finished(self, now: float, num_output_tokens: int, complete: bool) -> None:
-        super().finished(now, num_output_tokens, complete)
+    def ended(self, now: float, num_output_tokens: int, complete: bool | None) -> None:
+        super().ended(now, num_output_tokens, complete)
         self.events.append(("finished", now, num_output_tokens, complete))
 
     def switched(self, report: SwitchReport) -> None:
@@ -138,6 +138,6 @@ class Recorder(FollowSchedule):
     def idle(self, now: float) -> None:
         self.events.append(("idle", now))
 
-    def batch_over(self, now: float) -> None:
-        super().batch_over(now)
+    def batch_over(self, now: float, batch: BatchReport | None = None) -> None:
+        super().batch_over(now, batch)
         self.events.append(("batch over", now))
