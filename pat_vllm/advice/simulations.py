@@ -26,7 +26,7 @@ from pat_vllm.profile import StepShape
 from pat_vllm.simulator.accepted_drafts import AcceptedDraftTokens
 from pat_vllm.simulator.simulate import simulate_batches
 from pat_vllm.simulator.simulated_report import SimulatedReport
-from pat_vllm.start.text_only import starting_with_safe_path
+from pat_vllm.start.safe_path import starting_with_safe_path
 
 PLAIN = "k = 0"
 TUNED = "k by batch size"

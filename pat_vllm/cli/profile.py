@@ -20,7 +20,7 @@ from rich.table import Table
 from pat_vllm.cli.options import check_engine, failed, options_of
 from pat_vllm.cli.ranges import EngineOptions, PATOptions, Ranged
 from pat_vllm.executor.rpc import PROFILE_COMMAND
-from pat_vllm.start.text_only import starting_with_safe_path
+from pat_vllm.start.safe_path import starting_with_safe_path
 
 if TYPE_CHECKING:  # these are slow to import, for `--help`
     from vllm import LLM

@@ -22,7 +22,7 @@ from typing import Any, TextIO
 
 import psutil
 
-from pat_vllm.start.text_only import SAFE_PATH, command_of
+from pat_vllm.start.safe_path import SAFE_PATH, command_of
 
 _LOOK = 0.2
 """Seconds between looks at a process or a file."""

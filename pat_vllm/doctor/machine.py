@@ -11,7 +11,6 @@ from itertools import combinations
 
 from pat_vllm.doctor.report import NamedCheck, Unfit
 from pat_vllm.start.gpus import GiB, gib
-from pat_vllm.start.text_only import PACKAGES
 
 _PROCESS_BYTES = 600 << 20
 """Bytes of host memory that each of an engine's processes takes on CPU with a tiny model, about."""
@@ -49,7 +48,7 @@ def versions() -> str:
         raise Unfit(
             f"vLLM cannot be imported with torch {torch.__version__}: {type(error).__name__}: "
             f"{error}. If that is a package for pictures or sound, text models need none: "
-            f"pip uninstall {' '.join(PACKAGES)}"
+            "pip uninstall torchvision torchaudio torchcodec"
         ) from error
     check_vllm_version()
     found: dict[str, str | None] = {

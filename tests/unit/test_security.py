@@ -16,7 +16,7 @@ from pat_vllm.advice import simulations
 from pat_vllm.advice.advise_options import AdviseOptions
 from pat_vllm.advice.verdict import advise
 from pat_vllm.doctor import child
-from pat_vllm.start.text_only import starting_with_safe_path
+from pat_vllm.start.safe_path import starting_with_safe_path
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = ("pat_vllm", "integrations")

@@ -7,19 +7,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-PACKAGES = ("torchvision", "torchaudio", "torchcodec")
-"""vLLM's CPU build requires them. pip may resolve them to CUDA builds, which do not fit the CPU
-torch: then `import vllm` fails with "operator torchvision::nms does not exist"."""
+SAFE_PATH = {"PYTHONSAFEPATH": "1"}
+"""Environment with which Python, and all that it starts, has no current directory among the places
+that it imports from."""
 
 
 def command_of(module: str) -> list[str]:
     """What runs a module as `python -m` does, but imports nothing from the current directory."""
     return [sys.executable, "-P", "-m", module]
-
-
-SAFE_PATH = {"PYTHONSAFEPATH": "1"}
-"""Environment with which Python, and all that it starts, has no current directory among the places
-that it imports from."""
 
 
 @contextmanager
