@@ -378,7 +378,7 @@ def test_a_report_ends_the_work_that_is_over(
     ended: list[float] = []
     stays = scheduler.replica_set.layout
     policy = Restless(stays, stays)
-    monkeypatch.setattr(policy, "batch_over", ended.append)
+    monkeypatch.setattr(policy, "batch_over", lambda now, batch: ended.append(now))
     monkeypatch.setattr(scheduler.monitor, "policy", policy)
     add(scheduler, 2)
     output = scheduler.schedule()
