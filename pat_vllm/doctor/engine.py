@@ -40,9 +40,9 @@ class PATEngine:
         new_weights: Path,
         events: Events,
     ) -> None:
-        """`references` are of the engine's weights, and of the new ones."""
+        """`references` are of the engine's weights, and of the new ones if it can load these."""
         self.engine, self.prompts, self.events = engine, prompts, events
-        self.first, self.other = references
+        self.first, *self.others = references
         self.new_weights = new_weights
 
     def checks(self) -> Iterator[NamedCheck]:
@@ -61,7 +61,8 @@ class PATEngine:
             yield "draft length changes with requests in flight", self.with_drafts
         if sleeps := self.on_cpu or self.engine.get("enable_sleep_mode", False):
             yield "sleep and wake-up", self.sleep
-        yield "weight update", partial(self.update, lost=sleeps)
+        for other in self.others:
+            yield "weight update", partial(self.update, other, lost=sleeps)
         yield "shutdown", self.shutdown
 
     def start(self) -> str:
@@ -176,10 +177,11 @@ class PATEngine:
         comparison = self.in_layout(self.layouts[-1], self.first)
         return f"without effect on CPU; {comparison}" if self.on_cpu else str(comparison)
 
-    def update(self, lost: bool) -> str:
-        """Load the other weights over the first.
+    def update(self, expected: Reference, lost: bool) -> str:
+        """Load the new weights over the first.
 
         Args:
+            expected: of the new weights.
             lost: the engine first sleeps at level 2, which gives up the weights.
         """
         switch_to(self.llm, self.layouts[-1])
@@ -191,7 +193,7 @@ class PATEngine:
         if lost:
             self.llm.wake_up(["kv_cache"])
         self.llm.reset_prefix_cache()
-        comparisons = (self.in_layout(layout, self.other) for layout in self.layouts)
+        comparisons = (self.in_layout(layout, expected) for layout in self.layouts)
         return f"{'after sleep at level 2; ' * lost}{sum(comparisons, Comparison())}"
 
     # ---------------------------------------------------------------- requests

@@ -39,11 +39,13 @@ class Shape:
         config: what its config.json has beside `_COMMON`, or in place of it.
         gain: about the standard deviation of the logits; smaller is flatter.
         dtype: in which alone vLLM's CPU kernels take it; None: any.
+        reloads: whether vLLM's `reload_weights` loads all of its weights.
     """
 
     config: Mapping[str, Any]
     gain: float = 4.0
     dtype: str | None = None
+    reloads: bool = True
 
     @property
     def experts(self) -> bool:
@@ -198,6 +200,7 @@ SHAPES: Mapping[str, Shape] = {
             | {"rope_theta": 150000.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
         },
         gain=2.0,
+        reloads=False,
     ),
 }
 
