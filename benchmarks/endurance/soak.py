@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
@@ -44,7 +43,7 @@ class Soaked:
 
     name: str
     minutes: float
-    counts: Counter[str]
+    counts: dict[str, int]
     trends: list[Trend]
     left: list[str]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,6 +33,9 @@ ENVIRONMENT = {
 }
 """Beside what engines of all benchmarks get: there are more processes than cores."""
 
+COUNTED = ("batches", "requests", "given up", "switches", "changes of the draft length")
+"""What happens in a storm."""
+
 
 @dataclass
 class Storm:
@@ -50,7 +52,7 @@ class Storm:
     rng: random.Random
     sizes: Sequence[int]
     speculates: bool
-    counts: Counter[str] = field(default_factory=Counter)
+    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTED, 0))
     _unfinished: list[str] = field(default_factory=list)
 
     def run_batch(self) -> None:
