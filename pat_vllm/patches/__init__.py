@@ -8,7 +8,7 @@ Not here, because vLLM offers a seam for it: PAT's executor, workers, scheduler,
 model loaders are subclasses; `support.py` names them in an engine's config;
 `worker/layout_config.py` changes copies of that config; `kv_transfer/kv_buffer.py` answers an
 allocation inside a context that vLLM enters. Nor here: the state of the requests that a switch
-carries, which `scheduler/switch.py` and `worker/request_state.py` write.
+carries, which `scheduler/switching/switch.py` and `worker/request_state.py` write.
 
 The vLLM plugin imports `front_end.py` in each of vLLM's processes, whether they use PAT or not. So
 these modules import neither vLLM nor torch before a patch is applied.

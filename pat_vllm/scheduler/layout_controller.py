@@ -19,7 +19,7 @@ from pat_vllm.layout import Layout
 from pat_vllm.policy_config import IDLE_SECONDS
 from pat_vllm.predictor.state import LiveState
 from pat_vllm.reporting import RefusedSwitch, Report
-from pat_vllm.scheduler.switch import PlanningFailed, SwitchRefused, switch
+from pat_vllm.scheduler.switching.switch import PlanningFailed, SwitchRefused, switch
 
 if TYPE_CHECKING:
     from pat_vllm.predictor.cost import CostModel

@@ -11,12 +11,12 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
 from pat_vllm.executor.messages import PATSchedulerOutput
 from pat_vllm.patches.schedulers import preempt_carried
-from pat_vllm.scheduler.chains import Chains
-from pat_vllm.scheduler.prefix_cache import num_cached
 from pat_vllm.scheduler.replica import Replica, ReplicaFactory, is_empty_step
 from pat_vllm.scheduler.requests import prompt_key
 from pat_vllm.scheduler.routing import Router
 from pat_vllm.scheduler.stats import mean_of_gpus, merge_outputs
+from pat_vllm.scheduler.switching.chains import Chains
+from pat_vllm.scheduler.switching.prefix_cache import num_cached
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput

@@ -1,7 +1,7 @@
 """What a switch of a simulated engine carries to the replicas of another layout. Pure.
 
 Live requests come first. The memory that they leave gets the contexts of ended turns, as from
-`scheduler/chains.py`: what a request continues is no context of its own any more. Which of them
+`scheduler/switching/chains.py`: what a request continues is no context of its own any more. Which of them
 will be continued is not known, so that the last turns' are carried, too.
 """
 

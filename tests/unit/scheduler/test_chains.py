@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pat_vllm.models.kinds import FullAttention, Kinds, SlidingWindow, longest_hit
 from pat_vllm.scheduler import chains as module
-from pat_vllm.scheduler.chains import Chain, Chains, PlacedChain, Run, fill
+from pat_vllm.scheduler.switching.chains import Chain, Chains, PlacedChain, Run, fill
 from tests.support.kinds import full
 
 Found = tuple[int, int, bytes]

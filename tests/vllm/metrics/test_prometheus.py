@@ -31,7 +31,7 @@ from pat_vllm.reporting import (
     RefusedSwitch,
 )
 from pat_vllm.scheduler import switch as switch_module
-from pat_vllm.scheduler import switch_plan
+from pat_vllm.scheduler.switching import switch_plan
 from tests.unit.metrics.test_metric_updates import (
     LAYOUTS,
     OF_VLLM,

@@ -11,7 +11,7 @@ import pytest
 
 from pat_vllm.executor.messages import SwitchCommand
 from pat_vllm.kv_transfer.plan import BlockMove, RequestBlocks, plan_moves
-from pat_vllm.scheduler import switch_plan
+from pat_vllm.scheduler.switching import switch_plan
 from tests.support.kinds import full
 from tests.vllm.scheduler.test_scheduler import step
 from tests.vllm.without_workers import BLOCK_SIZE, EXECUTOR, pat_scheduler, request

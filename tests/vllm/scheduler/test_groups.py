@@ -18,7 +18,7 @@ from vllm.v1.kv_cache_interface import (
 
 from pat_vllm.layout import Layout
 from pat_vllm.models.kinds import NULL_BLOCK
-from pat_vllm.scheduler.prefix_cache import num_cached
+from pat_vllm.scheduler.switching.prefix_cache import num_cached
 from pat_vllm.worker.layout_config import kinds_of
 from tests.vllm.without_workers import BLOCK_SIZE, kv_cache_config, request_of, spec
 

@@ -24,7 +24,7 @@ from pat_vllm.executor.messages import SwitchCommand
 from pat_vllm.layout import Layout
 from pat_vllm.models import kinds
 from pat_vllm.models.kinds import NULL_BLOCK
-from pat_vllm.scheduler.prefix_cache import find, num_cached
+from pat_vllm.scheduler.switching.prefix_cache import find, num_cached
 from tests.support.kinds import LaterHalf
 from tests.vllm.scheduler.later_half import LaterHalfSpec
 from tests.vllm.scheduler.test_scheduler import results_of

@@ -23,7 +23,7 @@ from pat_vllm.reporting import SwitchReport
 from pat_vllm.scheduler import block_pools, layout_controller, monitor, switch_plan
 from pat_vllm.scheduler.scheduler import PATScheduler
 from pat_vllm.scheduler.stats import mean_of_gpus, merge_outputs, merge_stats
-from pat_vllm.scheduler.switch import PlanningFailed
+from pat_vllm.scheduler.switching.switch import PlanningFailed
 from tests.vllm.without_workers import (
     EXECUTOR,
     answer,

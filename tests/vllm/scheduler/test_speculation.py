@@ -24,14 +24,14 @@ from pat_vllm.predictor.draft_schedule import Schedule, draft_lengths, every_len
 from pat_vllm.predictor.policy import StayPolicy
 from pat_vllm.profile import StepShape
 from pat_vllm.reporting import DraftCounts, EngineHistory
-from pat_vllm.scheduler import switch_plan
 from pat_vllm.scheduler.draft_rows import DraftRows
 from pat_vllm.scheduler.monitor import Monitor
 from pat_vllm.scheduler.requests import counted_drafts, step_shape, verified_drafts
 from pat_vllm.scheduler.scheduler import PATScheduler
 from pat_vllm.scheduler.speculation import DraftLengths, lengths_to_plan
 from pat_vllm.scheduler.stats import add_spec_decoding_stats
-from pat_vllm.scheduler.switch import PlanningFailed
+from pat_vllm.scheduler.switching import switch_plan
+from pat_vllm.scheduler.switching.switch import PlanningFailed
 from tests.unit.reporting.samples import switch_report
 from tests.vllm.scheduler.protocol import SPECULATIVE, check_storm
 from tests.vllm.scheduler.test_scheduler import no_plan

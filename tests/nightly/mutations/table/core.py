@@ -8,13 +8,13 @@ from tests.nightly.mutations.mutation import mutations
 # fmt: off
 MUTATIONS = mutations({
     "tests/vllm/scheduler/test_limits.py": [
-        ("a switch loses requests that wait with their KV", "scheduler.switch:_carried", "*scheduler.kv_holding_waiting, ", ""),
-        ("new schedulers are not told of the KV that has arrived", "scheduler.switch_plan:SwitchPlan.hand_over", "finished_recving=set(admission.blocks)", "finished_recving=set()"),
+        ("a switch loses requests that wait with their KV", "scheduler.switching.switch:_carried", "*scheduler.kv_holding_waiting, ", ""),
+        ("new schedulers are not told of the KV that has arrived", "scheduler.switching.switch_plan:SwitchPlan.hand_over", "finished_recving=set(admission.blocks)", "finished_recving=set()"),
         ("bitmasks have the engine's size", "patches.schedulers:make_room_for_grammars", "config.scheduler_config.max_num_seqs = max_num_seqs", "pass"),
     ],
     "tests/vllm/scheduler/test_speculation.py": [
-        ("carried requests are new ones to their workers", "scheduler.switch_plan:_rewind", "request.num_preemptions += 1", "pass"),
-        ("a failed plan loses drafts", "scheduler.switch:_plan", "in fields.items():", "in [*fields.items()][:-1]:"),
+        ("carried requests are new ones to their workers", "scheduler.switching.switch_plan:_rewind", "request.num_preemptions += 1", "pass"),
+        ("a failed plan loses drafts", "scheduler.switching.switch:_plan", "in fields.items():", "in [*fields.items()][:-1]:"),
         ("accepted tokens are dropped at a switch", "scheduler.replica_set:ReplicaSet.drain", "self.finish(self.executor.finished(wait_for_all=True))", "results = self.executor.finished(wait_for_all=True)\n            [one.output.sampled_token_ids.__setitem__(slice(None), [t[:1] for t in one.output.sampled_token_ids]) for one in results]\n            self.finish(results)"),
         ("drafts come to another replica", "scheduler.replica_set:ReplicaSet.finish", "self._collect(replica.finish(result.output, result.drafts))", "self._collect(replica.finish(result.output, None))\n            if result.drafts is not None:\n                self.replicas[result.replica - 1].scheduler.update_draft_token_ids(result.drafts)"),
         ("workers do not hear what has ended", "scheduler.replica:is_empty_step", "        or step.finished_req_ids\n", ""),
@@ -25,10 +25,10 @@ MUTATIONS = mutations({
     ],
     "tests/vllm/scheduler/test_scheduler.py": [
         ("the policy switches a paused engine", "scheduler.layout_controller:LayoutController._follow_policy", " or active.pause_state != PauseState.UNPAUSED", ""),
-        ("a failed plan leaves requests preempted", "scheduler.switch:_plan", "setattr(request, name, value)", "pass"),
-        ("steps are drained before a switch is refused", "scheduler.switch:switch", "    _check(active)\n\n    # 2. Quiesce.\n    active.drain()\n", "    active.drain()\n    _check(active)\n"),
+        ("a failed plan leaves requests preempted", "scheduler.switching.switch:_plan", "setattr(request, name, value)", "pass"),
+        ("steps are drained before a switch is refused", "scheduler.switching.switch:switch", "    _check(active)\n\n    # 2. Quiesce.\n    active.drain()\n", "    active.drain()\n    _check(active)\n"),
         ("the word that ends a session is not noticed", "scheduler.replica_set:ReplicaSet.add", "self._ended(request.request_id, FinishReason.ABORT)", "pass"),
-        ("streaming-input sessions are carried", "scheduler.switch:_check", "request.resumable or ", ""),
+        ("streaming-input sessions are carried", "scheduler.switching.switch:_check", "request.resumable or ", ""),
         ("loads of replicas do not count in routing", "scheduler.replica_set:ReplicaSet._route", "[replica.num_seqs for replica in self.replicas]", "[0 for _ in self.replicas]"),
         ("blocks of preempted requests are held back for loads", "scheduler.replica:ReplicaFactory.make", "free_blocks_at_once(replica.scheduler)", "pass"),
         ("a policy is asked again at once after a refusal", "scheduler.layout_controller:LayoutController._refused", "now + back_off", "now"),
@@ -38,14 +38,14 @@ MUTATIONS = mutations({
         ("a policy hears of a switch before it is made", "scheduler.layout_controller:LayoutController._switch", "        active.replace(target, replicas)\n        self.costs.observe(report)\n        self._monitor.switched(report, replicas)\n", "        self._monitor.switched(report, replicas)\n        active.replace(target, replicas)\n"),
     ],
     "tests/vllm/scheduler/test_admission.py": [
-        ("KV is looked for in the replica that it goes to", "scheduler.switch_plan:_request_blocks", "replica.index, old", "target_replica, old"),
-        ("what found no room is taken for KV that comes", "scheduler.switch_plan:_allocate", "replica.connector.withdraw()", "pass"),
+        ("KV is looked for in the replica that it goes to", "scheduler.switching.switch_plan:_request_blocks", "replica.index, old", "target_replica, old"),
+        ("what found no room is taken for KV that comes", "scheduler.switching.switch_plan:_allocate", "replica.connector.withdraw()", "pass"),
         ("a request's last block stays behind", "models.kinds:StateKind.held", "-(-tokens // self.block_size)", "tokens // self.block_size"),
     ],
     "tests/vllm/scheduler/test_prefix_cache.py": [
-        ("cached blocks come to other hashes' blocks", "scheduler.prefix_cache:_take_up", "[block.block_id for block in blocks]", "[block.block_id for block in reversed(blocks)]"),
-        ("chains have holes", "scheduler.chains:_longest_prefix", "if not gaps:", "if True:"),
-        ("what waits loses what is cached for it", "scheduler.switch_plan:_carry_caches", "if c.reads_cache and c", "if False and c"),
+        ("cached blocks come to other hashes' blocks", "scheduler.switching.prefix_cache:_take_up", "[block.block_id for block in blocks]", "[block.block_id for block in reversed(blocks)]"),
+        ("chains have holes", "scheduler.switching.chains:_longest_prefix", "if not gaps:", "if True:"),
+        ("what waits loses what is cached for it", "scheduler.switching.switch_plan:_carry_caches", "if c.reads_cache and c", "if False and c"),
         ("caches of old weights are carried", "scheduler.replica_set:ReplicaSet.may_carry_caches", "self._cached_with in (None, self.executor.weights_version)", "True"),
     ],
     "tests/vllm/patches/test_patches.py": [

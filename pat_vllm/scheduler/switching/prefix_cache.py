@@ -11,7 +11,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 from pat_vllm.kv_transfer.placement import RequestPlacement, place_requests
 from pat_vllm.kv_transfer.plan import RequestBlocks
 from pat_vllm.models.kinds import longest_hit
-from pat_vllm.scheduler.chains import Chain, PlacedChain, Run, fill
+from pat_vllm.scheduler.switching.chains import Chain, PlacedChain, Run, fill
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock

@@ -25,7 +25,7 @@ from pat_vllm.executor.messages import SwitchCommand, SwitchTimes
 from pat_vllm.layout import Layout
 from pat_vllm.reporting import SwitchReport
 from pat_vllm.scheduler.replica import Replica
-from pat_vllm.scheduler.switch_plan import CarriedRequest, SwitchPlan
+from pat_vllm.scheduler.switching.switch_plan import CarriedRequest, SwitchPlan
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler

@@ -16,9 +16,9 @@ from pat_vllm.kv_transfer.plan import BlockMove, RequestBlocks, plan_moves
 from pat_vllm.layout import Layout
 from pat_vllm.models.kinds import NULL_BLOCK, Kinds, block_size, densest
 from pat_vllm.patches.schedulers import linear_time_admission
-from pat_vllm.scheduler.chains import Chain, PlacedChain
-from pat_vllm.scheduler.prefix_cache import carry_cached, num_cached, place_chains
 from pat_vllm.scheduler.replica import Replica
+from pat_vllm.scheduler.switching.chains import Chain, PlacedChain
+from pat_vllm.scheduler.switching.prefix_cache import carry_cached, num_cached, place_chains
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput

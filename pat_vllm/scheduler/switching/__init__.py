@@ -1,0 +1,1 @@
+"""A switch from one layout to another, as the engine core carries it out."""
