@@ -286,8 +286,8 @@ def test_an_update_between_sleep_and_waking_up(updated: Updated, level: int) -> 
         llm.wake_up(["weights"])
         how(llm, model)
         llm.wake_up(["kv_cache"])
-        for name in updated.layouts:
-            pat_vllm.switch(llm, tp=name)
+        for tp in updated.layouts:
+            pat_vllm.switch(llm, tp=tp)
             updated.check(model)
 
 
@@ -366,8 +366,8 @@ def test_what_happens_in_an_update_by_layers(updated: Updated) -> None:
     llm.collective_rpc("end_update")
     core.resume_scheduler()
     llm.reset_prefix_cache()
-    for name in ("tp2dp2", *updated.layouts):
-        updated.check(NEW, at_steps(llm, {0: name}))
+    for tp in (2, *updated.layouts):
+        updated.check(NEW, at_steps(llm, {0: tp}))
 
 
 def phases(llm: Any, model: str) -> list[Callable[[], None]]:
@@ -386,19 +386,19 @@ def test_requests_wait_for_the_end_of_a_transfer(updated: Updated) -> None:
     *late, (name, job) = sorted(batch().items())
     wanted = {request: updated.expected[NEW][request] for request, _ in late}
     wanted |= stock_answers(OLD, {name: job}, how=updated_under_way, **PLAIN)
-    for layout in updated.layouts:
+    for tp in updated.layouts:
         update(llm, OLD)
-        pat_vllm.switch(llm, tp=layout)
+        pat_vllm.switch(llm, tp=tp)
         to_come = [*zip(phases(llm, NEW), late, strict=True)]
         steps = 0
 
-        def before_step(step: int, to_come: list[Any] = to_come, layout: str = layout) -> None:
+        def before_step(step: int, to_come: list[Any] = to_come, tp: int = tp) -> None:
             nonlocal steps
             if not to_come or (len(to_come) == 4 and (step == 0 or generated(llm) != 5)):
                 return
             assert generated(llm) == 5
             if len(to_come) < 4:
-                assert not pat_vllm.switch(llm, tp=1 if layout != "tp1dp4" else 4)
+                assert not pat_vllm.switch(llm, tp=1 if tp != 1 else 4)
                 assert "finish_weight_update" in pat_vllm.report(llm).refused[-1].why
             if steps % 3 == 0:
                 call, (name, job) = to_come.pop(0)
@@ -429,8 +429,8 @@ def test_a_transfer_that_fails(updated: Updated) -> None:
     assert generated(llm) == 0
     transfer(llm, NEW)
     assert_same(run(llm, {}), {"r0": updated.expected[NEW]["r0"]})
-    for name in updated.layouts:
-        updated.check(NEW, at_steps(llm, {0: name}))
+    for tp in updated.layouts:
+        updated.check(NEW, at_steps(llm, {0: tp}))
 
 
 # ---------------------------------------------------------------- what is not an update of weights
@@ -441,8 +441,8 @@ def test_methods_that_change_the_model_run_in_every_layout(updated: Updated) -> 
     token = next(iter(updated.expected[OLD].values())).token_ids[0]
     llm.collective_rpc("forbid_token", args=(token,))
     outcomes = []
-    for name in updated.layouts:
-        pat_vllm.switch(llm, tp=name)
+    for tp in updated.layouts:
+        pat_vllm.switch(llm, tp=tp)
         outcomes.append(run(llm, batch()))
         assert all(token not in outcome.token_ids for outcome in outcomes[-1].values())
         assert_same(outcomes[-1], outcomes[0])
