@@ -1,57 +1,47 @@
 """Lengths of earlier rollouts, from the files that people have of them. Pure.
 
-Formats are in docs/advise.md. Prompts are told by `prompt_length`, beside `turns` that of the first
-one, or by `total_length`, the prompt included. OpenRLHF 0.11.2 writes no file of its rollouts; its
-`Experience` has lists, one number for each response of a micro-batch. VeRL's
-`trainer.rollout_data_dir` has a file `STEP.jsonl` for each step.
+Formats are in docs/advise.md. Prompts are told by `prompt_length`, or by `total_length`, the prompt
+included. OpenRLHF 0.11.2 writes no file of its rollouts; its `Experience` has lists, one number for
+each response of a micro-batch. VeRL's `trainer.rollout_data_dir` has a file `STEP.jsonl` for each
+step.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from pat_vllm.advice.replayed_drafts import Text
-from pat_vllm.config import PATConfig
 from pat_vllm.files.reading import FileError, name_of, parse_json, read_text, shown
-from pat_vllm.modelled.batch_time import Load
-from pat_vllm.predictor import learned_state
-from pat_vllm.predictor.state import LiveRequests
-from pat_vllm.simulator.traces import (
-    MOST_SECONDS,
-    MOST_TOKENS,
-    LengthTrace,
-    TurnLengths,
-    lengths_in,
-    load_trace,
-)
-from pat_vllm.start.buffers import EngineShape
+from pat_vllm.start.load import learnt_lengths
 
 Tokenize = Callable[[list[str]], list[list[int]]]
 """Token ids of each of some texts."""
 
 LENGTH, TOTAL, PROMPT = "response_length", "total_length", "prompt_length"
 TEXT, PROMPT_TEXT = "output", "input"
-TURNS, APPENDED, TOOL = "turns", "appended_length", "tool_seconds"
+MOST_TOKENS = 1 << 24
+"""Of a prompt or a response."""
 
-_EXPECTED = 4096
-"""Responses that stand for what an engine has learnt."""
-
+_NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", re.ASCII)
+_GROUPED = re.compile(r"(?<![\d,])[1-9]\d{0,2}(,\d{3})+(?![\d,])")
+"""A number with its thousands apart, or numbers."""
+_HEADER = re.compile(r'"?(?!(null|none|nan|n/?a|inf|infinity|true|false)\b)[a-z_][^"]*"?', re.I)
+"""A word of a line that names columns: neither a number nor what stands where one is missing."""
 _AT_LINE = re.compile(r"at line (\d+)")
 _MOST_BYTES = 1 << 30
 """Of a file: it may hold the text of a step."""
 
 FORMATS = (
     "a JSON array of lengths, one length per line, or JSON lines with "
-    f'"{LENGTH}" (tokens), "{TEXT}" (text, as in VeRL\'s trainer.rollout_data_dir) or "{TURNS}" (a '
-    f'list with "{LENGTH}", "{APPENDED}", "{TOOL}" of each)'
+    f'"{LENGTH}" (tokens) or "{TEXT}" (text, as in VeRL\'s trainer.rollout_data_dir)'
 )
 
 
@@ -61,10 +51,8 @@ class EarlierRollouts:
 
     Attributes:
         name: of the file.
-        lengths: tokens of each response; of a trajectory all that follows its first prompt.
-        num_prompt_tokens: of each response's prompt, or each trajectory's first one; empty where
-            the file does not tell.
-        trajectories: the turns of each; empty where the file has none.
+        lengths: tokens of each response.
+        num_prompt_tokens: of each response's prompt; empty where the file does not tell.
         texts: of each iteration, which is a file, the oldest first; empty where they or their
             prompts are not told.
     """
@@ -72,18 +60,7 @@ class EarlierRollouts:
     name: str
     lengths: tuple[int, ...]
     num_prompt_tokens: tuple[int, ...] = ()
-    trajectories: tuple[tuple[TurnLengths, ...], ...] = ()
     texts: tuple[tuple[Text, ...], ...] = ()
-
-    def draw(self, requests: int, max_tokens: int, seed: int) -> LengthTrace:
-        """A batch of responses, or trajectories, drawn from these, with replacement; longer ones
-        are cut short."""
-        random = np.random.default_rng(seed)
-        picks = random.integers(len(self.lengths), size=requests).tolist()
-        prompts = tuple(self.num_prompt_tokens[i] for i in picks) if self.num_prompt_tokens else ()
-        trajectories = self.trajectories or [(TurnLengths(length),) for length in self.lengths]
-        turns = [trajectories[i] for i in picks]
-        return LengthTrace.of_trajectories(self.name, turns, max_tokens, seed, prompts)
 
 
 def read_rollouts(path: Path, tokenize: Tokenize | None = None) -> EarlierRollouts:
@@ -103,18 +80,10 @@ def read_rollouts(path: Path, tokenize: Tokenize | None = None) -> EarlierRollou
         raise ValueError(f"directory {name_of(path)} has no *.jsonl file; name a file: {FORMATS}")
     parts = [_read_file(file, tokenize) for file in files]
     has_prompts = all(part.num_prompt_tokens for part in parts)
-    with_turns = [file for file, part in zip(files, parts, strict=True) if part.trajectories]
-    if len(with_turns) not in (0, len(files)):
-        raise ValueError(
-            f'directory {name_of(path)} has "{TURNS}" in {len(with_turns)} of {len(files)} files, '
-            f"first in {name_of(with_turns[0])}; keep those with and without in directories of "
-            "their own"
-        )
     return EarlierRollouts(
         path.name,
         tuple(length for part in parts for length in part.lengths),
         tuple(tokens for part in parts for tokens in part.num_prompt_tokens) if has_prompts else (),
-        tuple(trajectory for part in parts for trajectory in part.trajectories),
         tuple(iteration for part in parts for iteration in part.texts) if has_prompts else (),
     )
 
@@ -129,7 +98,7 @@ def _read_file(path: Path, tokenize: Tokenize | None) -> EarlierRollouts:
         raise ValueError(f"{name_of(path)} is empty; expected {FORMATS}")
     if start not in "[{":
         try:
-            return EarlierRollouts(path.stem, tuple(lengths_in(text)))
+            return EarlierRollouts(path.stem, tuple(_lengths_in(text)))
         except ValueError as error:
             raise ValueError(f"{name_of(path)}: {error}; expected {FORMATS}") from None
     try:
@@ -137,18 +106,10 @@ def _read_file(path: Path, tokenize: Tokenize | None) -> EarlierRollouts:
     except ValueError as error:
         return _of_records(path, _json_lines(path, text, str(error)), tokenize)
     if isinstance(whole, dict) and "lengths" in whole:
-        trace = load_trace(path)
-        if trace.has_turns:
-            raise ValueError(
-                f"{name_of(path)} is a trace with turns; replay it as it is (--trace), or give its "
-                f'trajectories, a line each: {{"{TURNS}": [...]}}'
-            )
-        has_prompts = "num_prompt_tokens" in whole
-        return EarlierRollouts(
-            path.stem, trace.lengths, trace.num_prompt_tokens if has_prompts else ()
-        )
+        names = (("lengths", LENGTH), ("num_prompt_tokens", PROMPT))
+        whole = {record: whole[name] for name, record in names if name in whole}
     if isinstance(whole, dict) and {"digest", "history"} <= whole.keys():
-        if not (lengths := learnt(path)):
+        if not (lengths := learnt_lengths(path)):
             raise ValueError(
                 f"{name_of(path)} was kept by an engine that has learnt from no response; run one "
                 "first. Requests with ignore_eos do not count: their lengths are prescribed"
@@ -159,31 +120,6 @@ def _read_file(path: Path, tokenize: Tokenize | None) -> EarlierRollouts:
     if not whole:
         raise ValueError(f"{name_of(path)} is an empty array; expected {FORMATS}")
     return _of_records(path, [(f"entry {i}", value) for i, value in enumerate(whole, 1)], tokenize)
-
-
-def learnt(path: Path) -> tuple[int, ...]:
-    """Tokens of some responses, as an engine would expect them by what it has kept; none if it has
-    seen none.
-
-    Raises:
-        ValueError: the file cannot be read.
-    """
-    model, _ = learned_state.load(path)
-    if not model.responses:
-        return ()
-    fresh = LiveRequests.fresh(np.ones(1, np.int64), model.bound)
-    return tuple(model.sample(fresh, _EXPECTED)[0].tolist())
-
-
-def expected_load(pat: PATConfig, engine: EngineShape, ranks: int) -> Load:
-    """As many requests as an engine's limits let one expect, as long as what it has kept says, if
-    that can be read. The engine core sets aside what cannot."""
-    load = Load.usual(engine.max_num_seqs, ranks, engine.max_model_len)
-    if pat.state_dir is not None and (kept := Path(pat.state_dir) / learned_state.NAME).exists():
-        with contextlib.suppress(FileError):
-            if lengths := learnt(kept):
-                return replace(load, lengths=lengths)
-    return load
 
 
 def _json_lines(path: Path, text: str, why: str) -> list[tuple[str, Any]]:
@@ -213,8 +149,6 @@ def _json_lines(path: Path, text: str, why: str) -> list[tuple[str, Any]]:
 def _of_records(
     path: Path, records: Sequence[tuple[str, Any]], tokenize: Tokenize | None
 ) -> EarlierRollouts:
-    if any(isinstance(record, dict) and TURNS in record for _, record in records):
-        return _of_trajectories(path, records)
     first = next((record for _, record in records if isinstance(record, dict)), {})
     if LENGTH not in first and first:
         return _of_texts(path, records, tokenize)
@@ -241,47 +175,6 @@ def _of_records(
             prompts += of_prompts
     has_prompts = len(prompts) == len(lengths)
     return EarlierRollouts(path.stem, tuple(lengths), tuple(prompts) if has_prompts else ())
-
-
-def _of_trajectories(path: Path, records: Sequence[tuple[str, Any]]) -> EarlierRollouts:
-    trajectories: list[tuple[TurnLengths, ...]] = []
-    prompts: list[int] = []
-    for where, record in records:
-        at = f"{name_of(path)}, {where}"
-        turns = record.get(TURNS) if isinstance(record, dict) else None
-        if not isinstance(turns, list) or not turns:
-            raise ValueError(
-                f'{at}: "{TURNS}" must be a list of turns, as other lines have, got '
-                f"{shown(record if turns is None else turns)}"
-            )
-        numbered = [(f"{at}, turn {number}", turn) for number, turn in enumerate(turns, 1)]
-        *earlier, last = numbered
-        trajectories.append((*(_turn(*entry) for entry in earlier), _turn(*last, last=True)))
-        if PROMPT in record:
-            prompts += _whole_numbers(at, PROMPT, [record[PROMPT]])
-    has_prompts = len(prompts) == len(trajectories)
-    lengths = tuple(
-        int(sum(turn.response + turn.appended for turn in turns)) for turns in trajectories
-    )
-    return EarlierRollouts(
-        path.stem, lengths, tuple(prompts) if has_prompts else (), tuple(trajectories)
-    )
-
-
-def _turn(at: str, turn: Any, last: bool = False) -> TurnLengths:
-    """A turn of a record. What follows the last one's response does not matter."""
-    wanted = (LENGTH,) if last else (LENGTH, APPENDED, TOOL)
-    if not isinstance(turn, dict) or any(name not in turn for name in wanted):
-        names = ", ".join(map(repr, wanted))
-        raise ValueError(f"{at} must be an object with {names}, got {shown(turn)}")
-    (response,) = _whole_numbers(at, LENGTH, [turn[LENGTH]])
-    if last:
-        return TurnLengths(response)
-    appended = 0 if turn[APPENDED] == 0 else _whole_numbers(at, APPENDED, [turn[APPENDED]])[0]
-    seconds = turn[TOOL]
-    if type(seconds) not in (int, float) or not 0 <= seconds <= MOST_SECONDS:
-        raise ValueError(f"{at}: {TOOL} must be seconds, at least 0, got {shown(seconds)}")
-    return TurnLengths(response, appended, float(seconds))
 
 
 def _of_texts(
@@ -341,3 +234,44 @@ def _whole_numbers(at: str, name: str, value: Any) -> list[int]:
             )
         numbers.append(int(number))
     return numbers
+
+
+def _lengths_in(text: str) -> list[int]:
+    """Lengths in a text that is no JSON: a number a line, after an optional line of words, with `#`
+    comments; or all of them on one line.
+
+    Raises:
+        ValueError: says which line is something else, and what is there.
+    """
+    lines = [line.partition("#")[0].strip() for line in text.splitlines()]
+    filled = [(number, line) for number, line in enumerate(lines, 1) if line]
+    words = [(number, re.findall(r"[^\s,;]+", line)) for number, line in filled]
+    if words and all(_HEADER.fullmatch(word) for word in words[0][1]):
+        number, header = words.pop(0)
+        if len(header) > 1 and re.search("[,;\t]", lines[number - 1]):
+            raise ValueError(
+                f"line {number} has columns, {shown(lines[number - 1])}; keep that of lengths alone"
+            )
+    if not words:
+        raise ValueError("it has no lengths")
+    lengths: list[int] = []
+    for number, of_line in words:
+        if _GROUPED.search(lines[number - 1]):
+            raise ValueError(
+                f"line {number} has a comma within a number or between two, "
+                f"{shown(lines[number - 1])}: write 1024 for 1,024, and a space behind other commas"
+            )
+        if len(of_line) != 1 and len(words) > 1:
+            raise ValueError(
+                f"line {number} must be one length in tokens, got {shown(lines[number - 1])}; only "
+                "a line that has all of them may have several"
+            )
+        for word in of_line:
+            value = float(word) if _NUMBER.fullmatch(word := word.strip('"')) else math.nan
+            if not 1 <= value <= MOST_TOKENS or value % 1:
+                raise ValueError(
+                    f"line {number} must be one length in tokens, got {shown(word)}; allowed are "
+                    f"whole numbers from 1 to {MOST_TOKENS:,}"
+                )
+            lengths.append(int(value))
+    return lengths

@@ -6,9 +6,8 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from pat_vllm.advice.simulations import PLAIN, TUNED, draft_schedule
-from pat_vllm.advice.verdict import Advice
-from pat_vllm.predictor.draft_schedule import ngram_config
+from pat_vllm.advice.advice import Advice
+from pat_vllm.predictor.draft_schedule import Schedule, ngram_config
 
 CHECKPOINT, STATE_DIR = "CHECKPOINT", "/PATH/state"
 PLACEHOLDERS = {
@@ -33,56 +32,42 @@ def settings(
         max_num_seqs: of a rank; None: as the engine has it that was profiled.
         profile: file of the engine's profile, where it was measured.
     """
-    rollouts = advice.rollouts
+    engines, best = advice.engines, advice.best
+    text_only = engines.text_only or None
     if advice.pays:
+        policy = {"kind": "predictor", **({"profile": profile} if profile else {})}
+        # Named, since the load of the advice is not the one that an engine expects by itself.
+        pat = {**engines.options, "policy": policy, "state_dir": STATE_DIR}
+        longest = engines.draft_lengths[-1]
         options = {
-            "tensor_parallel_size": rollouts.profile.ranks,
-            "language_model_only": rollouts.text_only or None,
+            "tensor_parallel_size": engines.ranks,
+            "language_model_only": text_only,
             "distributed_executor_backend": "pat",
             "max_num_seqs": max_num_seqs,
-            "speculative_config": ngram_config(rollouts.draft_lengths[-1])
-            if advice.drafts
-            else None,
-            "additional_config": {"pat": pat_options(advice, profile)},
+            "speculative_config": ngram_config(longest) if longest else None,
+            "additional_config": {"pat": pat},
         }
         return _forms(model, options, engines=1, mixture=False)
-    layout = advice.static.layout
-    assert layout is not None
-    mixture = rollouts.static.experts is not None
-    spread = rollouts.static.key.get("experts") == "ep"
+    spread = engines.experts == "ep" and best.layout.tp > 1
+    schedule = advice.schedules[best]
     options = {
-        "tensor_parallel_size": layout.tp,
-        "language_model_only": rollouts.text_only or None,
-        "enable_expert_parallel": True if mixture and layout.tp > 1 and spread else None,
-        # What it was simulated with: as many requests as PAT's replicas of this layout.
-        "max_num_seqs": rollouts.static.max_num_seqs[layout.tp],
-        "speculative_config": _drafts(advice),
+        "tensor_parallel_size": best.layout.tp,
+        "language_model_only": text_only,
+        "enable_expert_parallel": spread or None,
+        # As many requests as PAT's replicas of this layout, with which it was computed.
+        "max_num_seqs": schedule[-1][1],
+        "speculative_config": _drafts(schedule),
     }
-    return _forms(model, options, layout.replicas, mixture)
+    return _forms(model, options, best.layout.replicas, engines.experts is not None)
 
 
-def pat_options(advice: Advice, profile: str | None = None) -> dict[str, Any]:
-    """`additional_config["pat"]`."""
-    engine = advice.rollouts.profile
-    sizes = [layout.tp for layout in engine.layouts]
-    # Named, since the load of the advice is not the one that an engine expects by itself.
-    options: dict[str, Any] = {"base_tp": sizes[0], "layouts": sizes}
-    if engine.experts:
-        options["experts"] = engine.key["experts"]
-    named = {"profile": profile} if profile else {}
-    return {**options, "policy": {"kind": "predictor", **named}, "state_dir": STATE_DIR}
-
-
-def _drafts(advice: Advice) -> dict[str, Any] | None:
-    """`speculative_config` of the best static layout."""
-    drafts = advice.static.drafts
-    if drafts == PLAIN:
+def _drafts(schedule: Schedule) -> dict[str, Any] | None:
+    """`speculative_config` of static engines."""
+    longest = max(k for *_, k in schedule)
+    if not longest:
         return None
-    if drafts != TUNED:
-        return ngram_config(int(drafts.removeprefix("k = ")))
-    schedule = [list(entry) for entry in draft_schedule(advice.rollouts, advice.static)]
-    longest = max(1, *(k for *_, k in schedule))
-    return {**ngram_config(longest), "num_speculative_tokens_per_batch_size": schedule}
+    table = {"num_speculative_tokens_per_batch_size": [list(entry) for entry in schedule]}
+    return ngram_config(longest) | (table if len(schedule) > 1 else {})
 
 
 def _forms(model: str, options: Mapping[str, Any], engines: int, mixture: bool) -> dict[str, str]:
@@ -135,8 +120,8 @@ def _openrlhf(options: Mapping[str, Any], engines: int) -> str:
     if "max_num_seqs" in options:
         of = "a GPU" if pat else "an engine"
         notes += (
-            f"# WITHOUT max_num_seqs={options['max_num_seqs']} of the other forms, which was "
-            f"simulated: OpenRLHF has no option for it, and leaves {of} vLLM's {_OF_OPENRLHF}\n"
+            f"# WITHOUT max_num_seqs={options['max_num_seqs']} of the other forms, with which it "
+            f"was computed: OpenRLHF has no option for it, and leaves {of} vLLM's {_OF_OPENRLHF}\n"
         )
     if pat:
         words.append(f"--vllm.pat '{json.dumps(pat)}'")

@@ -10,7 +10,7 @@ from importlib import metadata
 from itertools import combinations
 
 from pat_vllm.doctor.report import NamedCheck, Unfit
-from pat_vllm.start.gpus import GiB, gib
+from pat_vllm.modelled.gpus import GiB, gib
 
 _PROCESS_BYTES = 600 << 20
 """Bytes of host memory that each of an engine's processes takes on CPU with a tiny model, about."""

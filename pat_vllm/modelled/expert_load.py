@@ -7,8 +7,8 @@ drawn at random, always the same ones; how much work falls to a rank is normally
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,8 +19,7 @@ _LAYERS = 64
 """Drawn layers. The mean of the busiest rank's share is known to about a percent."""
 
 
-@dataclass(frozen=True)
-class ExpertLoad:
+class ExpertLoad(NamedTuple):
     """Of one rank, in one layer.
 
     Attributes:
@@ -32,7 +31,7 @@ class ExpertLoad:
     work: float
 
 
-def hot_experts(experts: ExpertSizes, tokens: float) -> float:
+def hot_experts(experts: ExpertSizes, tokens: Floats) -> Floats:
     """Experts of a layer that at least one of so many tokens goes to, in the mean."""
     return experts.count * (1 - (1 - experts.per_token / experts.count) ** tokens)
 

@@ -10,13 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from math import log2
 
+import numpy as np
+from numpy.typing import ArrayLike
+
 from pat_vllm.layout import Experts, Layout
-from pat_vllm.modelled.expert_load import ExpertLoad, busiest, hot_experts
+from pat_vllm.modelled.expert_load import busiest, hot_experts
+from pat_vllm.modelled.gpus import Gpu
 from pat_vllm.models.model_size import ModelSize
-from pat_vllm.profile import SwitchSample
-from pat_vllm.start.gpus import Gpu
+from pat_vllm.predictor.planner import SwitchSeconds
+from pat_vllm.predictor.state import Floats
 
 MEMORY_EFFICIENCY = 0.92
 """Share of the memory bandwidth at which weights and KV are read: fitted."""
@@ -65,7 +70,7 @@ EXCHANGE_EFFICIENCY = 0.5
 """Share of a link that moving KV blocks reaches: pieces are small, and both ends pack them."""
 
 
-def _layer_communication(gpu: Gpu, tp: int, size: float) -> float:
+def _layer_communication(gpu: Gpu, tp: int, size: Floats) -> Floats | float:
     """Seconds that a layer's all-reduces take, of activations of `size` bytes.
 
     Ring all-reduces: latency, and 2 (tp - 1) / tp times the bytes over the link.
@@ -92,61 +97,76 @@ class Machine:
     experts: Experts | None = None
     drafting: float = 0.0
 
-    def expert_load(self, layout: Layout, tokens: int) -> ExpertLoad:
-        """In a mixture of experts: what a layer's busiest rank has to do.
+    def expert_load(self, layout: Layout, tokens: Floats) -> tuple[Floats, Floats]:
+        """In a mixture of experts: what a layer's busiest rank has to do, as in `ExpertLoad`.
 
         With cut experts every rank has a part of each, so all have the same to do.
         """
         experts = self.model.experts
         assert experts is not None
-        if self.experts == "ep" and layout.tp > 1:
-            return busiest(experts, tokens, layout.tp)
-        return ExpertLoad(
-            hot_experts(experts, tokens) / layout.tp, tokens * experts.per_token / layout.tp
-        )
+        if self.experts != "ep" or layout.tp == 1:
+            each = tokens * experts.per_token / layout.tp
+            return hot_experts(experts, tokens) / layout.tp, each
+        counts, place = np.unique(np.rint(tokens).astype(int), return_inverse=True)
+        loads = np.array([busiest(experts, int(count), layout.tp) for count in counts])
+        hot, work = loads.T[:, place.reshape(np.shape(tokens))]
+        return hot, work
 
     def step(
-        self, layout: Layout, batch: int, context: int, prefill: int, drafts: int = 0, k: int = 0
-    ) -> float:
-        """A step of `batch` decodes over `context` tokens in all and of one prompt of `prefill`
-        tokens, which attends to itself (causal).
+        self,
+        layout: Layout,
+        batch: ArrayLike,
+        context: ArrayLike,
+        longest: ArrayLike = 0,
+        prefill: ArrayLike = 0,
+        busy: ArrayLike = 1,
+        drafts: ArrayLike = 0,
+        k: ArrayLike = 0,
+    ) -> Floats:
+        """Seconds of steps of `batch` decodes over `context` tokens in all and of one prompt of
+        `prefill` tokens, which attends to itself (causal).
 
-        It verifies `drafts` draft tokens of all decodes together. Each is a token to compute and to
-        sample, and attends to its request's context, whose KV is read once for all of them. With a
-        draft length `k` the drafter runs.
+        A step verifies `drafts` draft tokens of all decodes together. Each is a token to compute
+        and to sample, and attends to its request's context, whose KV is read once for all of them.
+        With a draft length `k` the drafter runs.
 
         Of a mixture, a rank reads the experts that some token goes to, once.
+
+        The arguments broadcast, and may be fractional. Neither the longest context nor how many
+        replicas are busy matters here.
         """
+        batch, context, prefill, drafts, k = (
+            np.asarray(value, np.float64) for value in (batch, context, prefill, drafts, k)
+        )
         model, tokens, tp = self.model, batch + drafts + prefill, layout.tp
-        sampled = batch + drafts + (prefill > 0)
+        prompts = prefill > 0
+        sampled = batch + drafts + prompts
         layers, head = model.layer_weights(tp), model.head_weights(tp)
+        some = np.maximum(batch, 1.0)
+        seen = context * model.kv_share(context / some)
         memory = (layers + head) * model.dtype_bytes
-        seen = context * model.kv_share(context / max(1, batch))
-        memory += (seen + prefill) * model.kv_bytes_per_token(tp)
+        memory = memory + (seen + prefill) * model.kv_bytes_per_token(tp)
         attention = prefill * prefill / 2 * model.attention_operations(tp, decode=False)
-        if batch:
-            attended = seen * (1 + drafts / batch)
-            attention += attended * model.attention_operations(tp, decode=True)
+        attended = seen * (1 + drafts / some)
+        attention = attention + attended * model.attention_operations(tp, decode=True)
         operations = 2 * (layers * tokens + head * sampled) + model.attention_layers * attention
         if model.linear is not None:
             # A state is read and written once for all of a request's tokens, whatever its context.
-            memory += 2 * (batch + (prefill > 0)) * model.state_bytes(tp)
-            operations += 8 * model.linear.layers * model.linear.matrix / tp * tokens
+            memory = memory + 2 * (batch + prompts) * model.state_bytes(tp)
+            operations = operations + 8 * model.linear.layers * model.linear.matrix / tp * tokens
         launching = model.depth * KERNELS_PER_LAYER * KERNEL_OVERHEAD
         if model.experts is not None:
-            load = self.expert_load(layout, tokens)
-            memory += load.hot * model.expert_weights * model.dtype_bytes
-            operations += 2 * load.work * model.expert_weights
+            hot, work = self.expert_load(layout, tokens)
+            memory = memory + hot * model.expert_weights * model.dtype_bytes
+            operations = operations + 2 * work * model.expert_weights
             launching += model.experts.layers * EXPERT_KERNELS * KERNEL_OVERHEAD
         reading = memory / (self.gpu.bandwidth * MEMORY_EFFICIENCY)
         computing = operations / (self.gpu.flops * COMPUTE_EFFICIENCY)
-        communicating = model.depth * _layer_communication(
-            self.gpu, tp, tokens * model.hidden * model.dtype_bytes
-        )
-        drafting = self.drafting if k else 0.0
+        size = tokens * model.hidden * model.dtype_bytes
+        communicating = model.depth * _layer_communication(self.gpu, tp, size)
         working = (reading**OVERLAP + computing**OVERLAP) ** (1 / OVERLAP)
-        overheads = launching + STEP_OVERHEAD + sampled * SAMPLED_TOKEN + drafting
-        return working + communicating + overheads
+        overheads = launching + STEP_OVERHEAD + sampled * SAMPLED_TOKEN + self.drafting * (k > 0)
+        return np.asarray(working + communicating + overheads)
 
     def moved(self, source: Layout, target: Layout) -> float:
         """KV bytes per token that change ranks, over all ranks."""
@@ -172,39 +192,43 @@ class Machine:
         share = sum(1 / layout.tp for layout in (source, target) if layout != base)
         return experts.layers * experts.count * 2 * experts.intermediate * self.model.hidden * share
 
-    def switch(
-        self, source: Layout, target: Layout, live: int, tokens: int, base: Layout
-    ) -> SwitchSample:
-        """Move the KV of `live` requests with `tokens` tokens in all, and their states, and permute
-        the weights in place: each rank reads and writes its target shard once, and of experts what
-        moves.
+    def switch(self, base: Layout) -> SwitchSeconds:
+        """Seconds of switches of an engine with that base layout.
 
-        Args:
-            base: the engine's base layout.
+        A switch moves the KV of the live requests, and their states, and permutes the weights in
+        place: each rank reads and writes its target shard once, and of experts what moves.
         """
-        kv_bytes = tokens * self.moved(source, target)
-        kv_bytes = int(kv_bytes + live * self.moved_states(source, target))
-        senders = min(live, source.replicas) * source.tp
-        receivers = min(live, target.replicas) * target.tp
+
+        def seconds(source: Layout, target: Layout, live: Floats, tokens: Floats) -> Floats:
+            kv, weights = self.switch_parts(source, target, live, tokens, base)
+            return SWITCH_FIXED + kv + weights
+
+        return seconds
+
+    def kv_bytes(
+        self, source: Layout, target: Layout, live: Floats | int, tokens: Floats | int
+    ) -> Floats | float:
+        """Bytes of KV and states that a switch moves."""
+        return tokens * self.moved(source, target) + live * self.moved_states(source, target)
+
+    def switch_parts(
+        self, source: Layout, target: Layout, live: Floats | int, tokens: Floats | int, base: Layout
+    ) -> tuple[Floats, float]:
+        """Seconds to move KV and states of `live` requests with `tokens` tokens in all, and
+        weights."""
+        kv_bytes = self.kv_bytes(source, target, live, tokens)
+        senders = np.minimum(live, source.replicas) * source.tp
+        receivers = np.minimum(live, target.replicas) * target.tp
         link = self.gpu.link_bandwidth * EXCHANGE_EFFICIENCY
-        kv = kv_bytes / max(1, min(senders, receivers)) / link
+        kv = kv_bytes / np.maximum(1, np.minimum(senders, receivers)) / link
         shard = self.model.resident_weights(target.tp)
         if self.model.experts is not None:
             shard = self.model.layer_weights(target.tp) + self.moved_experts(source, target, base)
-        shard *= self.model.dtype_bytes
-        weights = 2 * shard / (self.gpu.bandwidth * MEMORY_EFFICIENCY)
-        return SwitchSample(
-            source=source,
-            target=target,
-            num_seqs=live,
-            tokens=tokens,
-            kv_bytes=kv_bytes,
-            seconds=SWITCH_FIXED + kv + weights,
-            kv=kv,
-            weights=weights,
-        )
+        weights = 2 * shard * self.model.dtype_bytes / (self.gpu.bandwidth * MEMORY_EFFICIENCY)
+        return kv, weights
 
 
+@lru_cache(maxsize=1024)
 def _moved_heads(source: Layout, target: Layout, heads: int) -> float:
     """Heads of a request that change ranks, over all ranks: what a target rank needs and does not
     hold, averaged over the replicas that a request may come from and go to."""

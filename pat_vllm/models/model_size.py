@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
+import numpy as np
+
 from pat_vllm.layout import Layout
 from pat_vllm.models.known_models import MODEL_SHAPES
 from pat_vllm.models.layer_sizes import (
@@ -134,9 +136,9 @@ class ModelSize:
         """Layers; one with attention and one with an MLP are one."""
         return self.layers / 2 if self.mlps else self.layers
 
-    def kv_share(self, context: float) -> float:
-        """Share of the KV of a context of so many tokens that layers with a window leave."""
-        beyond = max(0.0, 1 - self.window / max(1.0, context))
+    def kv_share(self, context: Any) -> Any:
+        """Share of the KV of contexts of so many tokens that layers with a window leave."""
+        beyond = np.maximum(0.0, 1 - self.window / np.maximum(1.0, context))
         return 1 - self.window_layers / self.layers * beyond
 
     def layer_weights(self, tp: int) -> float:

@@ -111,6 +111,20 @@ class LayoutCosts:
             layout_costs=self,
         )
 
+    def path(self, layout: Layout) -> list[Layout]:
+        """Where the plan without a switch now is in each group, the present one first."""
+        value, choices = [0.0] * len(self.layouts), []
+        for switch, now in zip(self.switch, zip(*self.seconds, strict=True), strict=True):
+            after = list(map(add, now, value))
+            totals = [list(map(add, row, after)) for row in switch]
+            choices.append([total.index(min(total)) for total in totals])
+            value = list(map(min, totals))
+        here, path = self.layouts.index(layout), [layout]
+        for choice in reversed(choices[:-1]):
+            here = choice[here]
+            path.append(self.layouts[here])
+        return path
+
 
 @dataclass(frozen=True)
 class _Pace:
@@ -183,8 +197,18 @@ class Planner:
         """Seconds in which every live request gets a token, in each group of a forecast."""
         return self._pace(layout, forecast, draft_yield).token
 
-    def _pace(self, layout: Layout, forecast: BatchForecast, draft_yield: DraftYield) -> _Pace:
-        """How fast a layout is in each group, with the draft length that is fastest there."""
+    def _pace(
+        self,
+        layout: Layout,
+        forecast: BatchForecast,
+        draft_yield: DraftYield,
+        table: Ints | None = None,
+    ) -> _Pace:
+        """How fast a layout is in each group, with the draft length that is fastest there.
+
+        `table` has the draft lengths, as indices, by the requests that a replica runs, from 1; it
+        takes the place of the fastest.
+        """
         load = self._load(layout, forecast)
         steps = self._step_seconds(load, forecast, draft_yield)
         tokens = steps / draft_yield.tokens[:, None]
@@ -193,6 +217,8 @@ class Planner:
             quarter_steps = self._step_seconds(quarter, forecast, draft_yield)
             tokens = _seconds_of_unlike(steps, quarter_steps, forecast.steps_per_token)
         best, groups = tokens.argmin(axis=0), np.arange(len(forecast.live))
+        if table is not None:
+            best = table[np.rint(load.running).astype(np.int64) - 1]
         token, step = tokens[best, groups], steps[best, groups]
         if load.preempts.any():
             # Each token takes another's place, which is computed again when its request goes on.
@@ -246,18 +272,25 @@ class Planner:
         return np.broadcast_to(seconds * load.waves, shape)
 
     def layout_costs(
-        self, forecast: BatchForecast, *, prompts: int = 0, draft_yield: DraftYield = PLAIN
+        self,
+        forecast: BatchForecast,
+        *,
+        prompts: int = 0,
+        draft_yield: DraftYield = PLAIN,
+        table: Ints | None = None,
     ) -> LayoutCosts:
         """What is ahead, wherever the engine is.
 
         Args:
             prompts: prompt tokens that have yet to be computed, before anything else.
             draft_yield: the draft lengths, and what they are expected to give.
+            table: index of the draft length by the requests in a replica's step less one, int64
+                [max_num_seqs]; None: the fastest is taken.
         """
-        paces = [self._pace(layout, forecast, draft_yield) for layout in self.layouts]
+        paces = [self._pace(layout, forecast, draft_yield, table) for layout in self.layouts]
         seconds = np.array([pace.token for pace in paces]) * forecast.steps
         if prompts:
-            seconds[:, -1] += [self._prefill_seconds(layout, prompts) for layout in self.layouts]
+            seconds[:, -1] += [self.prefill_seconds(layout, prompts) for layout in self.layouts]
         return LayoutCosts(
             layouts=self.layouts,
             seconds=seconds.tolist(),
@@ -269,16 +302,53 @@ class Planner:
             },
         )
 
-    def _prefill_seconds(self, layout: Layout, tokens: int) -> float:
-        """Seconds to compute prompts of so many tokens, spread over the replicas."""
-        share = max(1, min(tokens // layout.replicas, _PREFILL_CHUNK))
-        chunk = self._step(layout, 0, 0, 0, share, layout.replicas)
-        return float(chunk) * tokens / (share * layout.replicas)
+    def room(self, layout: Layout) -> tuple[int, int]:
+        """Tokens whose KV all replicas of a layout hold together, and requests that they run."""
+        replicas = layout.replicas
+        return replicas * self._kv_tokens[layout.tp], replicas * self._max_num_seqs[layout.tp]
+
+    def waiting_seconds(
+        self,
+        layout: Layout,
+        running: Floats,
+        context: Floats,
+        longest: Floats,
+        steps: Floats,
+        draft_yield: DraftYield,
+        table: Ints | None = None,
+    ) -> float:
+        """Seconds in which requests that run, while others wait, make a number of tokens each.
+
+        Args:
+            running: requests that run, [looks].
+            context: tokens of their contexts together, [looks].
+            longest: tokens of the longest of them, [looks].
+            steps: tokens that each of them makes, [looks].
+        """
+        if not len(running):
+            return 0.0
+        of = np.maximum(1.0, running / layout.replicas)
+        busy = np.minimum(layout.replicas, running)
+        drafts, k = draft_yield.drafts[:, None] * of, draft_yield.lengths[:, None]
+        each = self._step(layout, of, of * context / running, longest, 0, busy, drafts, k)
+        each = np.broadcast_to(each / draft_yield.tokens[:, None], (len(k), len(running)))
+        best = each.argmin(axis=0) if table is None else table[np.rint(of).astype(np.int64) - 1]
+        return float(each[best, np.arange(len(best))] @ steps)
+
+    def prefill_seconds(self, layout: Layout, tokens: float, chunk: int = _PREFILL_CHUNK) -> float:
+        """Seconds to compute prompts of so many tokens, spread over the replicas.
+
+        Args:
+            chunk: tokens of a replica's step, at most.
+        """
+        share = max(1, min(int(tokens) // layout.replicas, chunk))
+        seconds = self._step(layout, 0, 0, 0, share, layout.replicas)
+        return float(seconds) * tokens / (share * layout.replicas)
 
     def _prefill_pace(self, layout: Layout) -> float:
         """Seconds per token, of many that are computed again."""
         many = layout.replicas * _PREFILL_CHUNK
-        return self._prefill_seconds(layout, many) / many
+        return self.prefill_seconds(layout, many) / many
 
     def _switch_seconds(
         self, forecast: BatchForecast, paces: Sequence[_Pace]

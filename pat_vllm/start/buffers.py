@@ -12,8 +12,8 @@ from typing import Literal
 
 from pat_vllm.config import PATConfig
 from pat_vllm.layout import Experts, Layout
+from pat_vllm.modelled.gpus import Link, MiB
 from pat_vllm.models.model_size import ModelSize
-from pat_vllm.start.gpus import Link, MiB
 from pat_vllm.start.limits import Limits, layout_limits
 
 FLASHINFER_WORKSPACE = 394 * MiB

@@ -1,8 +1,8 @@
 """Which layouts an engine keeps ready where its user does not say. Pure.
 
-Where the GPU is known, a batch is played in each set of layouts that may be kept, by modelled step
-and switch times and with the KV cache that the set leaves (`batch_time`). Where the GPU is not
-known, a rule decides by memory. The same in an engine's front end, `advise` and `doctor`.
+Where the GPU is known, the engine's own planner plans a batch in each set of layouts that may be
+kept, by modelled step and switch times and with the KV cache that the set leaves. Where the GPU is
+not known, a rule decides by memory. The same in an engine's front end, `advise` and `doctor`.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ from typing import Any
 
 from pat_vllm.config import PATConfig
 from pat_vllm.layout import Experts, Layout
-from pat_vllm.modelled.batch_time import Load, batch_seconds
+from pat_vllm.modelled.gpus import Device, Gpu, Link, gib, known_gpu, link_of
 from pat_vllm.modelled.roofline import Machine
 from pat_vllm.models.model_size import ModelSize
 from pat_vllm.models.moe_config import MoEConfig
 from pat_vllm.predictor.draft_schedule import draft_lengths
+from pat_vllm.predictor.planner import Planner
+from pat_vllm.predictor.whole_batch import best_plan
 from pat_vllm.start.buffers import EngineShape
-from pat_vllm.start.gpus import Device, Gpu, Link, gib, known_gpu, link_of
+from pat_vllm.start.load import Load
 from pat_vllm.start.memory_estimate import RankMemory, estimate, static_engine
 
 _MOST_COMPILES = 5
@@ -338,7 +340,8 @@ class _Search:
         machine = Machine(self.model, gpu, self.experts(sizes))
         layouts, room = self.layouts(sizes), self.memory(sizes).kv_tokens
         most = {layout.tp: self.engine.limits(layout).max_num_seqs for layout in layouts}
+        planner = Planner(
+            layouts, machine.step, machine.switch(layouts[0]), max_num_seqs=most, kv_tokens=room
+        )
         lengths = draft_lengths(self.engine.num_speculative_tokens, None)
-        # Not every switch that seems to pay does.
-        several = (layouts, *((layout,) for layout in layouts))
-        return min(batch_seconds(machine, subset, room, most, load, lengths) for subset in several)
+        return best_plan(planner, load.batch, lengths).planned

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from contextlib import suppress
 
-from pat_vllm.start.gpus import Device, Link
+from pat_vllm.modelled.gpus import Device, Link
 
 logger = logging.getLogger(__name__)
 

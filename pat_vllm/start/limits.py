@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from pat_vllm.config import PATConfig
 from pat_vllm.layout import Layout
-from pat_vllm.start.gpus import Link
+from pat_vllm.modelled.gpus import Link
 
 MOST_SEQS = 1024
 """Requests beyond which a replica's limit does not grow with its ranks.

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from pat_vllm.kv_transfer.plan import EXCHANGE_CHANNELS, ROUNDS
 from pat_vllm.layout import Layout
+from pat_vllm.modelled.gpus import Device, MiB
 from pat_vllm.models.model_size import ModelSize
 from pat_vllm.start.buffers import EngineShape, all_buffers
-from pat_vllm.start.gpus import Device, MiB
 from pat_vllm.start.limits import Limits
 
 SYMMETRIC_MEMORY = {2: 64 * MiB, 4: 32 * MiB, 6: 64 * MiB, 8: 64 * MiB}

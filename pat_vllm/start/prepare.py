@@ -9,7 +9,6 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pat_vllm.advice.lengths import expected_load
 from pat_vllm.config import SCHEDULER_CLS, PATConfig
 from pat_vllm.layout import Layout
 from pat_vllm.models.layer_sizes import fields_of, linear_heads
@@ -18,6 +17,7 @@ from pat_vllm.policy_config import PolicyConfig, PredictorPolicyConfig, Schedule
 from pat_vllm.profile import Profile
 from pat_vllm.start.buffers import EngineShape
 from pat_vllm.start.found_device import found_device
+from pat_vllm.start.load import expected_load
 from pat_vllm.start.refused import RUN_BY_TRITON, unsupported
 from pat_vllm.start.setup import CHOSEN, Chosen, Setup, mixture_of, options_of, resolve_weights
 

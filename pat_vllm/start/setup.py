@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from pat_vllm.config import PATConfig
 from pat_vllm.layout import Experts, Layout
+from pat_vllm.modelled.gpus import Link
 from pat_vllm.models.layer_sizes import fields_of
 from pat_vllm.models.moe_config import MoEConfig
 from pat_vllm.predictor.draft_schedule import draft_lengths
-from pat_vllm.start.gpus import Link
 from pat_vllm.start.limits import Limits, layout_limits
 
 if TYPE_CHECKING:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from vllm.config import CUDAGraphMode, set_current_vllm_config
 
+from pat_vllm.modelled.gpus import GiB
 from pat_vllm.models.kinds import fewest_heads
 from pat_vllm.patches.groups import capture_without_ipc
 from pat_vllm.patches.runners import (
@@ -24,7 +25,6 @@ from pat_vllm.patches.runners import (
     one_graph_pool,
     use_attention_workspace,
 )
-from pat_vllm.start.gpus import GiB
 from pat_vllm.start.memory_estimate import num_regions, staged_share
 
 if TYPE_CHECKING:

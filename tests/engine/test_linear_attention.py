@@ -17,8 +17,8 @@ import torch
 
 import pat_vllm
 from pat_vllm.layout import Layout
+from pat_vllm.modelled.gpus import Device
 from pat_vllm.models.kinds import num_blocks
-from pat_vllm.start.gpus import Device
 from pat_vllm.start.memory_estimate import estimate
 from tests.engine.specs import (
     IN_16_BITS,

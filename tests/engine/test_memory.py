@@ -14,9 +14,9 @@ import pytest
 
 import pat_vllm
 from pat_vllm.kv_transfer.plan import ROUNDS
+from pat_vllm.modelled.gpus import Device
 from pat_vllm.models.model_size import ModelSize
 from pat_vllm.start.buffers import EngineShape, all_buffers
-from pat_vllm.start.gpus import Device
 from pat_vllm.start.memory_estimate import estimate, staged_share
 from pat_vllm.start.setup import Setup
 from tests.engine.specs import COPIES, FOUR_RANKS, IN_PLACE, LATENT, UPDATES

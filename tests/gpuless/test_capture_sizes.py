@@ -10,11 +10,11 @@ import pytest
 from vllm.config import CompilationConfig, CUDAGraphMode, SpeculativeConfig, VllmConfig
 
 from pat_vllm.config import PATConfig
-from pat_vllm.modelled.batch_time import Load
+from pat_vllm.modelled.gpus import GPUS
 from pat_vllm.models.known_models import MODEL_SHAPES
 from pat_vllm.start.buffers import EngineShape
 from pat_vllm.start.choice import choose
-from pat_vllm.start.gpus import GPUS
+from pat_vllm.start.load import Load
 from pat_vllm.start.setup import Setup
 from pat_vllm.worker.layout_config import layout_config
 from tests.unit.modelled.test_choice import QWEN3_8B

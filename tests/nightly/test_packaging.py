@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from pat_vllm.modelled.hardware import modelled_profile
+from tests.support.modelled_profile import modelled_profile
 from tests.support.models import random_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -144,10 +144,9 @@ def run_from(installed: Path, directory: Path, command: Iterable[Any]) -> str:
     ("command", "words", "file"),
     [
         pytest.param(
-            "advise --profile profile.json --responses 8 --iterations 2 --max-tokens 256 --all "
-            "--plot advice.png",
+            "advise --profile profile.json --responses 8 --max-tokens 256 --output advice.json",
             "static tp2dp2",
-            "advice.png",
+            "advice.json",
             id="advise",
         ),
         pytest.param(

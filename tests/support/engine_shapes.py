@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from pat_vllm.advice.lengths import expected_load
 from pat_vllm.config import PATConfig
+from pat_vllm.modelled.gpus import Device
 from pat_vllm.start.buffers import EngineShape
 from pat_vllm.start.choice import Choice, choose
-from pat_vllm.start.gpus import Device
+from pat_vllm.start.load import expected_load
 
 
 def engine_shape(

@@ -17,7 +17,7 @@ from pat_vllm.start.refused import RULES, Rule
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("pat_vllm", "integrations/verl", "integrations/openrlhf")
-"""Folders under which the docs shorten paths: `scheduler/switching/switch.py`, `pat_verl/plugin.py`."""
+"""Folders under which the docs shorten paths: `scheduler/build.py`, `pat_verl/plugin.py`."""
 SOURCES = ("pat_vllm", "benchmarks", "tests", "integrations")
 FOREIGN_MODULES = ("vllm", "verl", "openrlhf", "pytest")
 MAX_README_WORDS = 1000

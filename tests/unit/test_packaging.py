@@ -27,7 +27,7 @@ import pat_vllm.cli.app
 imported()
 import pat_vllm.doctor.examination, pat_vllm.doctor.run, pat_vllm.profiling.grid
 import pat_vllm.profiling.quality
-import pat_vllm.cli.advise_plot
+import pat_vllm.advice.advice
 import pat_vllm.predictor.adaptive, pat_vllm.reporting.report_plot
 imported()
 import benchmarks.bench.__main__

@@ -12,9 +12,6 @@ from typing import Any
 
 import pytest
 
-from pat_vllm.advice import simulations
-from pat_vllm.advice.advise_options import AdviseOptions
-from pat_vllm.advice.verdict import advise
 from pat_vllm.doctor import child
 from pat_vllm.start.safe_path import starting_with_safe_path
 
@@ -112,7 +109,7 @@ class Started(Exception):
 
 
 def test_processes_start_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the doctor and of the pool of `pat-vllm advise`."""
+    """The doctor's."""
 
     def start(*command: Any, env: Any = os.environ, **options: Any) -> None:
         raise Started([env["PYTHONSAFEPATH"], *map(str, command[0])] if env else [])
@@ -120,7 +117,3 @@ def test_processes_start_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child.subprocess, "Popen", start)
     with pytest.raises(Started, match=r"'1', .*'-P', '-m', 'pat_vllm.doctor.examination'"):
         child.run_module("pat_vllm.doctor.examination", "{}", os.environ)
-    monkeypatch.setattr(simulations, "ProcessPoolExecutor", lambda *_: start([]))
-    options = AdviseOptions("llama-3.1-8b", "H100", 2, responses=2, max_tokens=32, iterations=2)
-    with pytest.raises(Started, match="'1'"):
-        advise(options, processes=2)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pat_vllm.start.gpus import GiB
+from pat_vllm.modelled.gpus import GiB
 from tests.support.on_import import patch_on_import
 
 if TYPE_CHECKING:

@@ -9,7 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pat_vllm.advice.batches import sampled_batches
 from pat_vllm.advice.lengths import read_rollouts
+from pat_vllm.cli.advise import AdviseOptions
 from pat_vllm.predictor import learned_state
 from pat_vllm.predictor.length_model import LengthModel
 
@@ -67,9 +69,7 @@ def test_every_format_is_read(
         ("a.json", "[3, NaN]", "entry 2: .* got nan"),
         ("a.json", "[3, null]", "entry 2: .* got null"),
         ("a.json", "[3,\n 4,\n x]", "line 3 is no JSON .*'x.'; expected"),
-        ("a.json", '{"lengths": [3, 4.5]}', "lengths.1: .*integer.*, got 4.5"),
-        ("a.json", '{"lengths": [3, true]}', "lengths.1: .*integer.*, got True"),
-        ("a.json", '{"lengths": [9], "max_tokens": 5}', "trace: a length is 9; max_tokens=5"),
+        ("a.json", '{"lengths": [3, 4.5]}', r"whole number of tokens, .* got 4.5 \(2 of 2\)"),
         ("a.json", "[3, 4", "line 1 is no JSON .* expected a JSON array"),
         ("a.txt", "12\ntwelve\n", "line 2 must be one length in tokens, got 'twelve'"),
         (
@@ -103,29 +103,7 @@ def test_every_format_is_read(
         ("a.jsonl", '{"response_length": [3], "total_length": [3]}', "must exceed response_length"),
         ("a.jsonl", '{"output": "a"}\n', "holds text .* --model DIRECTORY"),
         ("a.json", '{"digest": 1, "history": "x"}', "its digest does not match"),
-        ("a.jsonl", '{"turns": []}\n', 'line 1: "turns" must be a list of turns, .* got'),
-        ("a.jsonl", '{"turns": [{"response_length": 3}]}\n{"response_length": 3}', "line 2: "),
-        (
-            "a.jsonl",
-            '{"turns": [{"response_length": 3}, {"response_length": 3}]}',
-            "line 1, turn 1 must be an object with 'response_length', 'appended_length', 'tool_sec",
-        ),
-        (
-            "a.jsonl",
-            '{"turns": [{"tokens": 3}]}',
-            "turn 1 must be an object with 'response_length'",
-        ),
-        (
-            "a.jsonl",
-            '{"turns": [{"response_length": 3, "appended_length": 2, "tool_seconds": -1}, {"respon'
-            'se_length": 3}]}',
-            "turn 1: tool_seconds must be seconds, at least 0, got -1",
-        ),
-        (
-            "a.json",
-            '{"lengths": [3, 4], "num_prompt_tokens": [5, 9], "after": [-1, 0]}',
-            "is a trace with turns; replay it as it is .--trace., or give its trajectories",
-        ),
+        ("a.jsonl", '{"turns": []}\n', "line 1 has 'turns'; expected"),
         ("a.parquet", b"PAR1\xff\xfe\x00", "is no text file: .* expected a JSON array"),
     ],
 )
@@ -171,45 +149,12 @@ def test_batches_are_drawn_from_a_file(tmp_path: Path) -> None:
     file.write_text(
         "".join(f'{{"response_length": {a}, "prompt_length": {b}}}\n' for a, b in prompts.items())
     )
-    batch = read_rollouts(file).draw(200, 1000, seed=1)
-    assert len(batch) == 200 and set(batch.lengths) == {10, 500, 1000}, "long ones are cut short"
-    expected = {min(length, 1000): tokens for length, tokens in prompts.items()}
-    assert batch.num_prompt_tokens == tuple(expected[length] for length in batch.lengths)
-    assert batch.lengths != read_rollouts(file).draw(200, 1000, seed=2).lengths
-
-
-TRAJECTORIES = (
-    '{"prompt_length": 100, "turns": [{"response_length": 20, "appended_length": 300, '
-    '"tool_seconds": 1.5}, {"response_length": 7}], "reward": 1}\n'
-    '{"prompt_length": 90, "turns": [{"response_length": 50}]}\n'
-)
-
-
-def test_trajectories_are_read_and_drawn(tmp_path: Path) -> None:
-    file = tmp_path / "a.jsonl"
-    file.write_text(TRAJECTORIES)
-    rollouts = read_rollouts(file)
-    assert (rollouts.lengths, rollouts.num_prompt_tokens) == ((327, 50), (100, 90))
-    batch = rollouts.draw(50, 1000, seed=1)
-    assert len(batch.trajectories) == 50 and batch.has_turns and batch.max_tokens == 1000
-    later = [i for i, before in enumerate(batch.after) if before >= 0]
-    for request, first in enumerate(batch.first):
-        alone = batch.num_prompt_tokens[first] == 90
-        turn = (batch.lengths[request], batch.num_prompt_tokens[request], batch.arrivals[request])
-        if request in later:
-            assert not alone and turn == (7, 420, 1.5)
-        else:
-            assert turn == ((50, 90, 0.0) if alone else (20, 100, 0.0))
-    # A trajectory ends where it is as long as is allowed.
-    cut = rollouts.draw(50, 40, seed=1)
-    assert not cut.has_turns and set(cut.lengths) == {20, 40}
-    assert set(rollouts.draw(50, 323, seed=1).lengths) == {20, 3, 50}
-
-
-def test_a_directory_holds_trajectories_or_responses(tmp_path: Path) -> None:
-    for name in ("1", "2"):
-        (tmp_path / f"{name}.jsonl").write_text(TRAJECTORIES)
-    assert len(read_rollouts(tmp_path).trajectories) == 4
-    (tmp_path / "3.jsonl").write_text('{"response_length": 3}')
-    with pytest.raises(ValueError, match=r'has "turns" in 2 of 3 files, first in .*1\.jsonl'):
-        read_rollouts(tmp_path)
+    options = AdviseOptions(responses=200, max_tokens=1000, seed=1, lengths=file)
+    batches, longest = sampled_batches(options, read_rollouts(file), 0.5)
+    assert longest == 1005 and len(batches) > 2
+    for batch in batches:
+        assert {*batch.lengths.tolist()} == {10, 500, 1000}, "long ones are cut short"
+        expected = {min(length, 1000): tokens for length, tokens in prompts.items()}
+        assert batch.num_prompt_tokens.tolist() == [expected[n] for n in batch.lengths.tolist()]
+        assert batch.acceptance is not None and batch.acceptance.mean() == pytest.approx(0.5, 0.1)
+    assert batches[0].lengths.tolist() != batches[1].lengths.tolist()

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from pat_vllm.advice.advise_options import AdviseOptions
 from pat_vllm.advice.lengths import read_rollouts
 from pat_vllm.advice.replayed_drafts import Text, acceptance_of, drafts_give
-from pat_vllm.advice.rollouts import rollouts_of
+from pat_vllm.cli.advise import AdviseOptions, advice_for
 from pat_vllm.drafts.replay import replay
 from tests.unit.advice.test_lengths import words
 
@@ -99,14 +99,11 @@ def test_dumps_of_trainers_hold_texts(dumps: Path) -> None:
 
 
 def test_acceptance_is_taken_from_texts(dumps: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pat_vllm.advice.rollouts._tokenizer", lambda options: words)
-    options = AdviseOptions("qwen3-8b", "H100", 8, responses=64, lengths=dumps, iterations=2)
-    rollouts = rollouts_of(options)
-    assert rollouts.drafts is not None and rollouts.drafts.acceptance > 0.9
-    assert rollouts.batches[0].acceptance == rollouts.drafts.acceptance
-    assert rollouts.draft_lengths[-1] == rollouts.drafts.k
+    monkeypatch.setattr("pat_vllm.advice.batches._tokenizer", lambda options: words)
+    options = AdviseOptions("qwen3-8b", "H100", 8, responses=64, lengths=dumps)
+    advice, give = advice_for(options)
+    assert give is not None and give.acceptance > 0.9
+    assert advice.engines.draft_lengths[-1] == give.k
     # What is asked for counts.
-    asked = AdviseOptions(
-        "qwen3-8b", "H100", 8, responses=64, lengths=dumps, iterations=2, acceptance=0.0
-    )
-    assert rollouts_of(asked).drafts is None and rollouts_of(asked).draft_lengths == (0,)
+    asked, none = advice_for(replace(options, acceptance=0.0))
+    assert none is None and asked.engines.draft_lengths == (0,)

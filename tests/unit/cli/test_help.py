@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from pat_vllm import __version__
-from pat_vllm.advice.advise_options import AdviseOptions
+from pat_vllm.cli.advise import AdviseOptions
 from pat_vllm.cli.app import app
 from pat_vllm.cli.doctor import DoctorOptions
 from pat_vllm.cli.profile import ProfileOptions

@@ -19,17 +19,17 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from pat_vllm.cli.app import app
-from pat_vllm.modelled.hardware import modelled_profile
 from pat_vllm.models.known_models import MODEL_SHAPES
+from tests.support.modelled_profile import modelled_profile
 
 pytestmark = pytest.mark.timeout(300)
 EXAMPLES = int(os.environ.get("PAT_TEST_EXAMPLES", "20"))
 """Of each test; `PAT_TEST_EXAMPLES=5000` looks longer."""
 
-SMALL = {"--max-tokens": "32", "--iterations": "2", "--seed": "1"}
+SMALL = {"--max-tokens": "32", "--seed": "1"}
 BASES: dict[str, dict[str, str]] = {
     "advise": {"--model": "config.json", "--gpu": "H100", "--gpus": "2", **SMALL}
-    | {"--responses": "4", "--processes": "1"},
+    | {"--responses": "4"},
     "profile": {"": "nowhere"},
     "doctor": {"--ranks": "2"},
     "random-model": {"": "model"},
@@ -38,7 +38,7 @@ BASES: dict[str, dict[str, str]] = {
 READS = {
     "config.json": (("advise", "--model"),),
     "profile.json": (("advise", "--profile"),),
-    "lengths.json": (("advise", "--lengths"), ("advise", "--trace")),
+    "lengths.json": (("advise", "--lengths"),),
 }
 """Which commands read a file, by which option."""
 ODD = ["", "0", "-1", "1", "nan", "inf", "-inf", "1e999", "9" * 20, "-" + "9" * 400, "9" * 5000]
@@ -58,7 +58,7 @@ def contents() -> dict[str, Any]:
     return {
         "config.json": dict(MODEL_SHAPES["qwen3-30b-a3b"]),
         "profile.json": few.model_dump(mode="json"),
-        "lengths.json": {"lengths": [3, 70, 5], "arrivals": [0, 1.5, 2], "max_tokens": 90},
+        "lengths.json": {"lengths": [3, 70, 5], "num_prompt_tokens": [2, 9, 2]},
     }
 
 

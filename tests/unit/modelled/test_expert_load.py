@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from pat_vllm.layout import Layout
 from pat_vllm.modelled.expert_load import ExpertLoad, busiest, hot_experts
-from pat_vllm.modelled.hardware import modelled_profile
+from pat_vllm.modelled.gpus import GPUS
 from pat_vllm.modelled.roofline import Machine
 from pat_vllm.models.known_models import MODEL_SHAPES
 from pat_vllm.models.layer_sizes import ExpertSizes
 from pat_vllm.models.model_size import ModelSize
-from pat_vllm.start.gpus import GPUS
 from tests.support.held_out import held_out_error
+from tests.support.modelled_profile import modelled_profile
 
 CUT = Machine(ModelSize.of(MODEL_SHAPES["qwen3-30b-a3b"]), GPUS["H200"])
 SPREAD = replace(CUT, experts="ep")
@@ -102,15 +102,15 @@ def test_loads_are_those_of_tokens_that_choose(tokens: int, ranks: int) -> None:
 def test_steps_take_longer_with_more_tokens(
     machine: Machine, layout: Layout, batch: int, more: int
 ) -> None:
-    once = machine.step(layout, batch, 1000 * batch, 0)
-    assert once <= machine.step(layout, batch + more, 1000 * (batch + more), 0) + 1e-12
-    assert once <= machine.step(layout, batch, 1000 * batch, more) + 1e-12
-    assert once <= machine.step(layout, batch, 1000 * batch, 0, drafts=more) + 1e-12
+    once = machine.step(layout, batch, 1000 * batch)
+    assert once <= machine.step(layout, batch + more, 1000 * (batch + more)) + 1e-12
+    assert once <= machine.step(layout, batch, 1000 * batch, prefill=more) + 1e-12
+    assert once <= machine.step(layout, batch, 1000 * batch, drafts=more) + 1e-12
 
 
 def test_spread_experts_wait_for_the_busiest_rank() -> None:
     for layout, batch in product(EIGHT, (1, 8, 256)):
-        cut, spread = (each.step(layout, batch, 500 * batch, 0) for each in (CUT, SPREAD))
+        cut, spread = (each.step(layout, batch, 500 * batch) for each in (CUT, SPREAD))
         assert cut == spread if layout.tp == 1 else cut <= spread
 
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from pat_vllm.layout import Layout
-from pat_vllm.modelled.hardware import modelled_profile
 from pat_vllm.predictor.correction import OnlineCorrection
 from pat_vllm.predictor.step_time import StepTimeModel
+from tests.support.modelled_profile import modelled_profile
 from tests.unit.predictor.examples import decode
 
 ONE, OTHER = Layout(1, 2), Layout(2, 1)

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from pat_vllm.layout import Layout
-from pat_vllm.modelled.hardware import modelled_profile
 from pat_vllm.predictor.adaptive import AdaptivePolicy
 from pat_vllm.predictor.state import LiveState
 from pat_vllm.profile import StepShape
+from tests.support.modelled_profile import modelled_profile
 from tests.unit.predictor.examples import live_requests
 
 LENGTHS = (0, 1, 2, 4)

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from pat_vllm.files.reading import FileError
-from pat_vllm.modelled.hardware import modelled_profile
 from pat_vllm.predictor import learned_state
 from pat_vllm.predictor.acceptance import Acceptance
 from pat_vllm.predictor.adaptive import AdaptivePolicy
 from pat_vllm.predictor.learned_state import NAME, LearnedState, load, to_json
+from tests.support.modelled_profile import modelled_profile
 from tests.unit.predictor.examples import some_lengths
 
 LENGTHS = (0, 1, 2, 4)

@@ -9,15 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pat_vllm.advice.advise_options import AdviseOptions
-from pat_vllm.advice.rollouts import rollouts_of
-from pat_vllm.advice.simulations import PLANNED, Config, Task, replay_chain
+from benchmarks.simulator.ground_truth import ReplayedGroundTruth
+from benchmarks.simulator.shapes import uniform
+from benchmarks.simulator.simulate import simulate_batches
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.acceptance import Acceptance, DraftYield
+from pat_vllm.predictor.adaptive import AdaptivePolicy
 from pat_vllm.predictor.forecast import forecast
 from pat_vllm.predictor.planner import Planner
 from pat_vllm.predictor.speeds import Speeds
 from pat_vllm.predictor.state import Floats, Ints, LiveRequests
+from tests.support.modelled_profile import modelled_profile
 from tests.unit.predictor.examples import live_requests
 
 LENGTHS = (0, 1, 2, 4, 7)
@@ -238,14 +240,16 @@ def test_equal_speeds_change_nothing(lengths: list[int]) -> None:
 
 def test_batches_of_unlike_requests_take_less_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Responses of equal lengths, of which the slowest decides; simulated on a modelled profile."""
-    options = AdviseOptions(
-        "qwen3-30b-a3b", "H100", 8, responses=128, shape="alike", acceptance=0.7, iterations=3
+    lengths = (0, 1, 2, 4, 7)
+    profile = modelled_profile(
+        "qwen3-30b-a3b", "H100", 8, layouts=(4, 8), draft_lengths=lengths, experts="tp"
     )
-    rollouts = rollouts_of(options)
+    traces = [replace(uniform(128, 964, 1024, seed=seed), acceptance=0.7) for seed in range(3)]
 
     def seconds() -> float:
-        reports = replay_chain(rollouts, Task(Config(None, PLANNED), 0))
-        return sum(report.seconds for report in reports)
+        policy = AdaptivePolicy(profile, bound=1024, draft_lengths=lengths, timer=lambda: 0.0)
+        reports = simulate_batches(traces, policy, ReplayedGroundTruth(profile), profile)
+        return sum(report.seconds for report in reports[1:])
 
     knowing = seconds()
     monkeypatch.setattr(Speeds, "variance", 0.0)

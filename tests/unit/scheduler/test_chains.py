@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pat_vllm.models.kinds import FullAttention, Kinds, SlidingWindow, longest_hit
-from pat_vllm.scheduler import chains as module
+from pat_vllm.scheduler.switching import chains as module
 from pat_vllm.scheduler.switching.chains import Chain, Chains, PlacedChain, Run, fill
 from tests.support.kinds import full
 

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from pat_vllm.config import PATConfig
 from pat_vllm.layout import Layout
+from pat_vllm.modelled.gpus import GPUS
 from pat_vllm.modelled.roofline import Machine
 from pat_vllm.models.known_models import MODEL_SHAPES
 from pat_vllm.models.model_size import ModelSize
-from pat_vllm.start.gpus import GPUS
 from pat_vllm.start.limits import (
     MOST_BATCHED_TOKENS,
     MOST_SEQS,
@@ -81,7 +81,7 @@ def test_over_pcie_a_step_does_not_grow() -> None:
     # What a prompt's longest step takes, in which nobody else decodes.
     machine = Machine(ModelSize.of(MODEL_SHAPES["qwen3-8b"]), GPUS["A40"])
     short, long = (
-        machine.step(LAYOUTS[3], 0, 0, limits.max_num_batched_tokens)
+        machine.step(LAYOUTS[3], 0, 0, prefill=limits.max_num_batched_tokens)
         for limits in (grown[3], widest)
     )
     assert short < 0.5 < 1.5 < long

@@ -14,18 +14,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pat_vllm.advice.advise_options import AdviseOptions
-from pat_vllm.advice.rollouts import modelled_engine, rollouts_of
+from pat_vllm.advice.batches import sampled_batches
+from pat_vllm.advice.engines import modelled_engines
+from pat_vllm.cli.advise import AdviseOptions
 from pat_vllm.config import PATConfig
 from pat_vllm.kv_transfer.plan import ROUNDS
 from pat_vllm.layout import Experts, Layout
-from pat_vllm.modelled.hardware import modelled_profile
+from pat_vllm.modelled.gpus import GPUS, Device
 from pat_vllm.models.checkpoint import named_config
 from pat_vllm.models.known_models import MODEL_SHAPES
 from pat_vllm.models.model_size import ModelSize
-from pat_vllm.profile import Profile
 from pat_vllm.start.buffers import EngineShape, all_buffers, runner_buffers
-from pat_vllm.start.gpus import GPUS, Device
 from pat_vllm.start.memory_estimate import (
     Measured,
     RankMemory,
@@ -38,6 +37,7 @@ from pat_vllm.start.memory_estimate import (
     static_engine,
 )
 from tests.support.engine_shapes import engine_shape
+from tests.support.modelled_profile import modelled_profile
 
 GB = 10**9
 LAYOUTS = tuple(Layout.of(tp, 8) for tp in (1, 2, 4, 8))
@@ -360,45 +360,43 @@ def measured_by_a_worker(model: ModelSize, engine: EngineShape, gpu: str) -> int
     return kv_cache_bytes(measured, sum(graphs), late, share)
 
 
-def tokens_by_bytes(model: ModelSize, profile: Profile) -> dict[int, int]:
-    """Bytes of the KV that a simulated rank has, by tp."""
-    return {tp: n * model.kv_bytes_per_token(tp) for tp, n in profile.kv_tokens.items()}
-
-
 @pytest.mark.parametrize("gpu", ["A40", "H100", "H200"])
 @pytest.mark.parametrize(
     "name, model",
     [("llama-3.1-8b", LLAMA_8B), ("qwen3-30b-a3b", QWEN3_30B_A3B)],
     ids=["8B", "30B-A3B"],
 )
-def test_simulator_and_advise_grant_what_an_engine_has(
+def test_profiles_and_advise_grant_what_an_engine_has(
     name: str, model: ModelSize, gpu: str
 ) -> None:
     """PAT's KV in every layout, to 2% of what a worker would measure; and static engines'."""
-    asked = AdviseOptions(name, gpu, 8, responses=16, max_tokens=256, iterations=2)
-    rollouts = rollouts_of(asked)
     for base in (1, 2, 4):
-        sizes = [tp for tp in (1, 2, 4, 8) if tp >= base]
-        profile = modelled_engine(asked, named_config(name), layouts=sizes)
+        profile = modelled_profile(name, gpu, 8, layouts=[tp for tp in (1, 2, 4, 8) if tp >= base])
         if profile.layouts[0].tp != base:
             assert (base, gpu, model) == (1, "A40", QWEN3_30B_A3B), "all experts are too large"
             continue
-        if profile.layouts == rollouts.profile.layouts:
-            assert rollouts.profile.kv_tokens == profile.kv_tokens
-        config, sizes = MODEL_SHAPES[name], [layout.tp for layout in profile.layouts]
-        options = PATConfig(base_tp=base, layouts=tuple(sizes))
-        given = {"max_model_len": 32768}
-        shape, _ = engine_shape(config, options, 8, given, GPUS[gpu].device)
+        sizes = tuple(layout.tp for layout in profile.layouts)
+        options, given = PATConfig(base_tp=base, layouts=sizes), {"max_model_len": 32768}
+        shape, _ = engine_shape(MODEL_SHAPES[name], options, 8, given, GPUS[gpu].device)
         assert shape.layouts == profile.layouts
-        of_shape = estimate(ModelSize.of(config, 2), shape, GPUS[gpu].device)
-        assert of_shape.kv_tokens == profile.kv_tokens
+        assert estimate(model, shape, GPUS[gpu].device).kv_tokens == profile.kv_tokens
         kv = measured_by_a_worker(model, shape, gpu)
-        for granted in tokens_by_bytes(model, profile).values():
-            assert granted == pytest.approx(kv, rel=0.02)
-    for layout in rollouts.static.layouts:
-        alone = static_engine(EngineShape((), link=GPUS[gpu].link), layout)
-        granted = tokens_by_bytes(model, rollouts.static)[layout.tp]
-        assert granted == pytest.approx(measured_by_a_worker(model, alone, gpu), rel=0.02)
+        for tp, granted in profile.kv_tokens.items():
+            assert granted * model.kv_bytes_per_token(tp) == pytest.approx(kv, rel=0.02)
+    asked = AdviseOptions(name, gpu, 8, responses=16, max_tokens=256)
+    batches, longest = sampled_batches(asked, None, 0.0)
+    advised = modelled_engines(asked, named_config(name), batches[0], 0.0, longest)
+    shape = EngineShape((), max_model_len=longest, link=GPUS[gpu].link)
+    engines = [
+        (each.layout, each.kv_tokens, static_engine(shape, each.layout)) for each in advised.static
+    ]
+    for layout in advised.planner.layouts:
+        room, _ = advised.planner.room(layout)
+        ours = replace(shape, layouts=advised.planner.layouts)
+        engines.append((layout, room // layout.replicas, ours))
+    for layout, granted, engine in engines:
+        kv = granted * model.kv_bytes_per_token(layout.tp)
+        assert kv == pytest.approx(measured_by_a_worker(model, engine, gpu), rel=0.02)
 
 
 @pytest.mark.parametrize("name", MODEL_SHAPES)

@@ -12,7 +12,7 @@ from vllm.platforms import current_platform
 from pat_vllm.doctor import machine
 from pat_vllm.doctor.machine import machine_checks
 from pat_vllm.doctor.report import Unfit
-from pat_vllm.start.gpus import Device, GiB
+from pat_vllm.modelled.gpus import Device, GiB
 
 
 def test_this_machine() -> None:

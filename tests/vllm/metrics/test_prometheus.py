@@ -30,7 +30,7 @@ from pat_vllm.reporting import (
     BatchReport,
     RefusedSwitch,
 )
-from pat_vllm.scheduler import switch as switch_module
+from pat_vllm.scheduler.switching import switch as switch_module
 from pat_vllm.scheduler.switching import switch_plan
 from tests.unit.metrics.test_metric_updates import (
     LAYOUTS,

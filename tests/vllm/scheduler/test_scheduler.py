@@ -20,9 +20,10 @@ from pat_vllm.executor.executor import StepResult
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.policy import Policy
 from pat_vllm.reporting import SwitchReport
-from pat_vllm.scheduler import block_pools, layout_controller, monitor, switch_plan
+from pat_vllm.scheduler import block_pools, layout_controller, monitor
 from pat_vllm.scheduler.scheduler import PATScheduler
 from pat_vllm.scheduler.stats import mean_of_gpus, merge_outputs, merge_stats
+from pat_vllm.scheduler.switching import switch_plan
 from pat_vllm.scheduler.switching.switch import PlanningFailed
 from tests.vllm.without_workers import (
     EXECUTOR,

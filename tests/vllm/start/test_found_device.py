@@ -10,8 +10,8 @@ import vllm.platforms
 import vllm.utils.import_utils as import_utils
 from vllm.platforms.interface import DeviceCapability
 
+from pat_vllm.modelled.gpus import GPUS, MiB, known_gpu
 from pat_vllm.start.found_device import found_device
-from pat_vllm.start.gpus import GPUS, MiB, known_gpu
 
 KEPT = 480 * MiB
 

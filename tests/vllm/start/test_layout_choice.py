@@ -14,12 +14,12 @@ import pytest
 from vllm.config import CacheConfig
 
 from pat_vllm.config import PATConfig
+from pat_vllm.modelled.gpus import GPUS
 from pat_vllm.models.known_models import MODEL_SHAPES
 from pat_vllm.policy_config import StaticPolicyConfig
 from pat_vllm.reporting.history import EngineHistory
 from pat_vllm.start import prepare as support
 from pat_vllm.start.buffers import EngineShape
-from pat_vllm.start.gpus import GPUS
 from pat_vllm.start.setup import Setup
 from pat_vllm.worker.layout_config import layout_config
 from tests.support.engine_shapes import engine_shape

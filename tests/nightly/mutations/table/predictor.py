@@ -12,7 +12,7 @@ MUTATIONS = mutations({
         ("what waits for a place costs nothing", "predictor.planner:Planner._load", "waves = batch / running", "waves = running / running"),
         ("the first step after a switch has drafts", "predictor.planner:Planner._switch_seconds", "(1 - 1 / pace.tokens)", "0"),
         ("prompts are computed last", "predictor.planner:Planner.layout_costs", "seconds[:, -1] +=", "seconds[:, 0] +="),
-        ("one replica computes all prompts", "predictor.planner:Planner._prefill_seconds", "(share * layout.replicas)", "share"),
+        ("one replica computes all prompts", "predictor.planner:Planner.prefill_seconds", "(share * layout.replicas)", "share"),
         ("a switch of the first group is free", "predictor.planner:LayoutCosts.plan", "cost[i] + after[i]", "after[i]"),
         ("a hope slows a layout down", "predictor.planner:LayoutCosts.optimistic", "value / factor", "value * factor"),
         ("contexts do not grow", "predictor.forecast:forecast", "generated * middle", "0 * middle"),

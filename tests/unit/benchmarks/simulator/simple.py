@@ -8,10 +8,10 @@ from typing import Any
 
 from benchmarks.simulator.traces import LengthTrace
 from pat_vllm.layout import Layout
-from pat_vllm.modelled.hardware import modelled_profile
 from pat_vllm.predictor.state import LiveState
 from pat_vllm.profile import Profile, StepShape
 from pat_vllm.reporting import BatchReport, SwitchReport
+from tests.support.modelled_profile import modelled_profile
 from tests.support.schedules import FollowSchedule, LayoutSchedule
 
 ONE, TWO = Layout(1, 2), Layout(2, 1)

@@ -16,12 +16,12 @@ from benchmarks.simulator.ground_truth import ReplayedGroundTruth
 from benchmarks.simulator.simulate import simulate, simulate_batches
 from benchmarks.simulator.traces import LengthTrace
 from pat_vllm.layout import Layout
-from pat_vllm.modelled.hardware import modelled_profile
 from pat_vllm.predictor.adaptive import AdaptivePolicy
 from pat_vllm.predictor.policy import Policy, SchedulePolicy
 from pat_vllm.predictor.state import LiveState
 from pat_vllm.profile import Profile
 from tests.support.clairvoyant import ClairvoyantPolicy
+from tests.support.modelled_profile import modelled_profile
 from tests.unit.benchmarks.simulator.simple import (
     FREE,
     ONE,

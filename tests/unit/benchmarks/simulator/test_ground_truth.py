@@ -7,8 +7,8 @@ import statistics
 import pytest
 
 from benchmarks.simulator.ground_truth import ReplayedGroundTruth
-from pat_vllm.modelled.hardware import modelled_profile
 from pat_vllm.profile import Profile, StepShape
+from tests.support.modelled_profile import modelled_profile
 from tests.unit.benchmarks.simulator.simple import ONE, TWO
 
 

@@ -18,11 +18,11 @@ from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
 from pat_vllm.layout import Layout
+from pat_vllm.modelled.gpus import Device
 from pat_vllm.models.kinds import LinearAttention, num_blocks
 from pat_vllm.models.known_models import MODEL_SHAPES
 from pat_vllm.models.model_size import ModelSize
 from pat_vllm.start.buffers import EngineShape
-from pat_vllm.start.gpus import Device
 from pat_vllm.start.memory_estimate import estimate
 from pat_vllm.worker.layout_config import keep_block_size, kinds_of, layout_kv_cache_config
 from tests.gpuless.planning import planning

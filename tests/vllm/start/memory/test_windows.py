@@ -10,10 +10,10 @@ from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from pat_vllm.layout import Layout
+from pat_vllm.modelled.gpus import Device
 from pat_vllm.models.kinds import class_of
 from pat_vllm.models.model_size import ModelSize
 from pat_vllm.start.buffers import EngineShape
-from pat_vllm.start.gpus import Device
 from pat_vllm.start.memory_estimate import estimate
 from tests.gpuless.planning import planning
 

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from pat_vllm.layout import Layout
-from pat_vllm.modelled.hardware import modelled_profile
+from pat_vllm.modelled.gpus import GPUS
 from pat_vllm.modelled.roofline import MEMORY_EFFICIENCY, SWITCH_FIXED, Machine
 from pat_vllm.models.known_models import MODEL_SHAPES
 from pat_vllm.models.model_size import ModelSize
 from pat_vllm.profile import Profile
 from pat_vllm.start.buffers import EngineShape
-from pat_vllm.start.gpus import GPUS
 from pat_vllm.start.memory_estimate import estimate
+from tests.support.modelled_profile import modelled_profile
 
 ROOT = Path(__file__).parents[3]
 
@@ -136,7 +136,7 @@ def test_latent_vectors_go_to_each_rank_that_lacks_them_and_are_read_by_all() ->
         machine = Machine(ModelSize.of(MODEL_SHAPES[name]), gpu)
         for tp in (1, 8):
             layout = Layout.of(tp, 8)
-            short, long = (machine.step(layout, 8, 8 * each, 0) for each in (16384, 65536))
+            short, long = (machine.step(layout, 8, 8 * each) for each in (16384, 65536))
             slopes[name, tp] = long - short
     assert slopes["deepseek-v2-lite", 1] == pytest.approx(slopes["deepseek-v2-lite", 8], rel=0.01)
     assert slopes["llama-3.1-8b", 1] == pytest.approx(8 * slopes["llama-3.1-8b", 8], rel=0.01)
@@ -148,11 +148,11 @@ def test_steps_and_switches_in_milliseconds() -> None:
     shape = ModelSize.of(MODEL_SHAPES["qwen3-30b-a3b"])
     mixture = Machine(shape, GPUS["H200"], experts="ep")
     steps = [
-        machine.step(Layout(1, 8), 1, 512, 0),
-        machine.step(Layout(4, 2), 64, 64 * 2048, 512, drafts=128, k=4),
-        machine.step(Layout(8, 1), 0, 0, 8192),
-        machine.switch(Layout(1, 8), Layout(4, 2), 16, 32768, Layout(1, 8)).seconds,
-        mixture.step(Layout(4, 2), 64, 64 * 2048, 512),
+        machine.step(Layout(1, 8), 1, 512),
+        machine.step(Layout(4, 2), 64, 64 * 2048, prefill=512, drafts=128, k=4),
+        machine.step(Layout(8, 1), 0, 0, prefill=8192),
+        machine.switch(Layout(1, 8))(Layout(1, 8), Layout(4, 2), 16, 32768),
+        mixture.step(Layout(4, 2), 64, 64 * 2048, prefill=512),
     ]
     assert [1e3 * seconds for seconds in steps] == pytest.approx(
         [6.787073, 10.659744, 65.532184, 34.395019, 10.415376], rel=1e-6
@@ -167,7 +167,7 @@ def test_states_cost_by_request_and_not_by_context() -> None:
     machine, wider = (Machine(size, GPUS["H200"]) for size in (model, wide))
     layout = Layout(4, 2)
     more = [
-        wider.step(layout, batch, context, 0) - machine.step(layout, batch, context, 0)
+        wider.step(layout, batch, context) - machine.step(layout, batch, context)
         for batch, context in ((32, 32), (32, 320_000), (64, 64))
     ]
     read = (
@@ -178,7 +178,7 @@ def test_states_cost_by_request_and_not_by_context() -> None:
     assert more[0] == pytest.approx(more[1], rel=0.01) == pytest.approx(32 * read, rel=0.2)
     assert more[2] == pytest.approx(2 * more[0], rel=0.01)
     tp1, tp2 = Layout(1, 8), Layout(2, 4)
-    moved = [machine.switch(tp1, tp2, 8, tokens, tp1).kv_bytes for tokens in (8, 8000)]
+    moved = [machine.kv_bytes(tp1, tp2, 8, tokens) for tokens in (8, 8000)]
     assert moved[0] == int(8 * machine.moved(tp1, tp2) + 8 * model.state_bytes(1) / 2)
     assert moved[1] - moved[0] == pytest.approx(7992 * machine.moved(tp1, tp2), abs=1)
 
@@ -232,7 +232,7 @@ def test_steps_are_those_that_an_h100_was_measured_to_take() -> None:
     model = MODEL_SHAPES["qwen3-8b"]
     machine = Machine(ModelSize.of(model), GPUS["H100"])
     off = {
-        s.shape: machine.step(s.layout, s.batch, s.context, s.prefill) / s.seconds - 1
+        s.shape: machine.step(s.layout, s.batch, s.context, prefill=s.prefill) / s.seconds - 1
         for s in measured.steps
     }
     decodes = [abs(error) for shape, error in off.items() if not shape.prefill]

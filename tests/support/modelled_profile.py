@@ -8,12 +8,12 @@ correct it online.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from datetime import UTC, datetime
 from itertools import permutations, product
-from pathlib import Path
 
 from pat_vllm.layout import Experts, Layout
+from pat_vllm.modelled.gpus import GPUS, NODE_SIZE, Device, GiB, gpu_named
 from pat_vllm.modelled.roofline import (
     COMPUTE_EFFICIENCY,
     EXCHANGE_EFFICIENCY,
@@ -31,7 +31,6 @@ from pat_vllm.models.model_size import ModelSize
 from pat_vllm.models.moe_config import MoEConfig, WantedExperts
 from pat_vllm.profile import Profile, StepSample, StepShape, SwitchSample
 from pat_vllm.start.buffers import EngineShape
-from pat_vllm.start.gpus import GPUS, NODE_SIZE, Device, GiB, gpu_named
 from pat_vllm.start.limits import Limits
 from pat_vllm.start.memory_estimate import estimate, static_engine
 
@@ -113,8 +112,8 @@ def modelled_profile(
     steps: list[StepSample] = []
     for layout in possible:
         for point in _shapes(kv_tokens[layout.tp], limits[layout.tp], lengths):
-            work = point.batch, point.context, point.prefill, point.drafts, point.k
-            steps.append(StepSample.of(layout, point, [machine.step(layout, *work)]))
+            seconds = float(machine.step(layout, *astuple(point)))
+            steps.append(StepSample.of(layout, point, [seconds]))
     return Profile(
         kind="modelled",
         title=f"modelled: {name} on {ranks} x {gpu} ({figures.link})",
@@ -167,12 +166,6 @@ def _kv_tokens(
     }
 
 
-def measured_noise() -> Profile:
-    """A profile that was measured, on two cores of a shared machine: modelled steps, which nobody
-    has repeated, get its noise."""
-    return Profile.load(Path(__file__).parent / "measured.json")
-
-
 def _shapes(room: int, limits: Limits, draft_lengths: Iterable[int]) -> Iterator[StepShape]:
     """The grid of a layout's steps that fit in memory: decodes, prefills, both in one step, and
     decodes with each draft length, with all drafts found and with none."""
@@ -209,4 +202,15 @@ def _switches(
         room = min(layout.replicas * kv_tokens[layout.tp] for layout in (source, target))
         for live, each in product(_SWITCH_LIVE, _CONTEXTS[::2]):
             if live * each <= room:
-                yield machine.switch(source, target, live, live * each, layouts[0])
+                tokens = live * each
+                kv, weights = machine.switch_parts(source, target, live, tokens, layouts[0])
+                yield SwitchSample(
+                    source=source,
+                    target=target,
+                    num_seqs=live,
+                    tokens=tokens,
+                    kv_bytes=int(machine.kv_bytes(source, target, live, tokens)),
+                    seconds=SWITCH_FIXED + float(kv) + weights,
+                    kv=float(kv),
+                    weights=weights,
+                )

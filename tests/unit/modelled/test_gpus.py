@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from pat_vllm.advice.advise_options import AdviseOptions
-from pat_vllm.advice.rollouts import rollouts_of
-from pat_vllm.start.gpus import GPUS, Device, MiB, gpu_named, known_gpu
+from pat_vllm.cli.advise import AdviseOptions, advice_for
+from pat_vllm.modelled.gpus import GPUS, Device, MiB, gpu_named, known_gpu
 
 H100 = GPUS["H100"].device
 
@@ -59,8 +58,8 @@ def test_every_known_gpu_is_one_that_advise_takes() -> None:
     for name, gpu in GPUS.items():
         assert known_gpu(gpu.device) == gpu and gpu_named(name.lower().replace(" ", "-")) == name
         assert 100 < gpu.flops / gpu.bandwidth < 500 or name in ("H20", "RTX 3090")
-        asked = AdviseOptions("qwen3-8b", name, 8, responses=16, max_tokens=256, iterations=2)
-        assert rollouts_of(asked).profile.key["gpu"] == name
+        advice, _ = advice_for(AdviseOptions("qwen3-8b", name, 8, responses=16, max_tokens=64))
+        assert f" on 8 x {name} (" in advice.engines.title
     with pytest.raises(ValueError, match=r"gpu 'V100' is unknown; allowed are A10, .*, MI325X"):
         gpu_named("V100")
 

@@ -1,0 +1,61 @@
+"""Response lengths of made-up batches. Pure.
+
+A length equal to `max_tokens` is a response that ran into it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from pat_vllm.predictor.state import Floats, Ints
+
+_DEEPSCALER = 1443.0, 1.406
+"""Median and sigma of the only log-normal distribution of which 10.85% is longer than 8192 tokens
+and 2.19%, that is 2.8 of 128, than 24576, as the PAT paper reports of DeepScaleR."""
+
+
+def _lognormal(random: np.random.Generator, count: int, median: float, sigma: float) -> Floats:
+    return median * np.exp(sigma * random.standard_normal(count))
+
+
+def _two_mode(random: np.random.Generator, count: int, most: int) -> Floats:
+    """Like reasoning: log-normal ones, and a tenth that ends in the last third before `most`, or
+    runs into it."""
+    usual = _lognormal(random, count, most / 16, 0.6)
+    late = most * random.uniform(2 / 3, 2 / 3 + 1 / 3 / 0.9, count)
+    return np.where(random.random(count) < 0.1, late, usual)
+
+
+def _straggler(random: np.random.Generator, count: int, most: int) -> Floats:
+    """All within 5% of a sixteenth but one, at a random place, which is the longest."""
+    drawn = max(1, most // 16) * random.uniform(0.95, 1.05, count)
+    drawn[random.integers(count)] = most
+    return drawn
+
+
+def _grpo(random: np.random.Generator, count: int, most: int) -> Floats:
+    """Eight responses to each prompt, which are alike."""
+    between = random.standard_normal(-(-count // 8)).repeat(8)[:count]
+    return most / 16 * np.exp(between + 0.6 * random.standard_normal(count))
+
+
+_SHAPES: Mapping[str, Callable[[np.random.Generator, int, int], Floats]] = {
+    "deepscaler": lambda random, count, most: _lognormal(random, count, *_DEEPSCALER),
+    "log-normal": lambda random, count, most: _lognormal(random, count, most / 16, 1.2),
+    "two-mode": _two_mode,
+    "alike": lambda random, count, most: (
+        1.0 * random.integers(most // 17 + 1, most // 16 + 1, count, endpoint=True)
+    ),
+    "uniform": lambda random, count, most: 1.0 * random.integers(1, most, count, endpoint=True),
+    "straggler": _straggler,
+    "grpo": _grpo,
+}
+SHAPES = tuple(_SHAPES)
+
+
+def drawn_lengths(shape: str, count: int, max_tokens: int, seed: int) -> Ints:
+    """Lengths of a batch of one of `SHAPES`, 1 to `max_tokens`, int64 [count]."""
+    drawn = _SHAPES[shape](np.random.default_rng(seed), count, max_tokens)
+    return np.clip(np.rint(drawn), 1, max_tokens).astype(np.int64)

@@ -1,1 +1,0 @@
-"""Replays response lengths on a profile, under any policy. No engine, no device."""
