@@ -28,6 +28,10 @@ def _two_mode(random: np.random.Generator, count: int, most: int) -> Floats:
     return np.where(random.random(count) < 0.1, late, usual)
 
 
+def _between(random: np.random.Generator, count: int, least: int, most: int) -> Floats:
+    return random.integers(least, most, count, endpoint=True).astype(np.float64)
+
+
 def _straggler(random: np.random.Generator, count: int, most: int) -> Floats:
     """All within 5% of a sixteenth but one, at a random place, which is the longest."""
     drawn = max(1, most // 16) * random.uniform(0.95, 1.05, count)
@@ -45,10 +49,8 @@ _SHAPES: Mapping[str, Callable[[np.random.Generator, int, int], Floats]] = {
     "deepscaler": lambda random, count, most: _lognormal(random, count, *_DEEPSCALER),
     "log-normal": lambda random, count, most: _lognormal(random, count, most / 16, 1.2),
     "two-mode": _two_mode,
-    "alike": lambda random, count, most: (
-        1.0 * random.integers(most // 17 + 1, most // 16 + 1, count, endpoint=True)
-    ),
-    "uniform": lambda random, count, most: 1.0 * random.integers(1, most, count, endpoint=True),
+    "alike": lambda random, count, most: _between(random, count, most // 17 + 1, most // 16 + 1),
+    "uniform": lambda random, count, most: _between(random, count, 1, most),
     "straggler": _straggler,
     "grpo": _grpo,
 }

@@ -137,8 +137,9 @@ def serve_in_order(batch: Batch, room: int, most: int) -> Waiting:
             computed += max(0.0, tokens * fit - 0.5 * waits_for * float((~stays).sum()))
         index, held, left = index[stays], held[stays], left[stays]
     made = np.rint(held).astype(np.int64) - prompts[index]
-    columns = np.array(looks, np.float64).reshape(-1, 4).T
-    return Waiting(*columns, computed, index, np.minimum(made, lengths[index] - 1))
+    running, contexts, longest, steps = np.array(looks, np.float64).reshape(-1, 4).T
+    left_made = np.minimum(made, lengths[index] - 1)
+    return Waiting(running, contexts, longest, steps, computed, index, left_made)
 
 
 def _largest(held: Floats, left: Floats) -> float:

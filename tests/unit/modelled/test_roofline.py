@@ -7,6 +7,7 @@ from itertools import permutations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pat_vllm.layout import Layout
@@ -151,7 +152,7 @@ def test_steps_and_switches_in_milliseconds() -> None:
         machine.step(Layout(1, 8), 1, 512),
         machine.step(Layout(4, 2), 64, 64 * 2048, prefill=512, drafts=128, k=4),
         machine.step(Layout(8, 1), 0, 0, prefill=8192),
-        machine.switch(Layout(1, 8))(Layout(1, 8), Layout(4, 2), 16, 32768),
+        machine.switch(Layout(1, 8))(Layout(1, 8), Layout(4, 2), *np.array([16.0, 32768.0])),
         mixture.step(Layout(4, 2), 64, 64 * 2048, prefill=512),
     ]
     assert [1e3 * seconds for seconds in steps] == pytest.approx(
