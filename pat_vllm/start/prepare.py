@@ -19,7 +19,15 @@ from pat_vllm.start.buffers import EngineShape
 from pat_vllm.start.found_device import found_device
 from pat_vllm.start.load import expected_load
 from pat_vllm.start.refused import RUN_BY_TRITON, unsupported
-from pat_vllm.start.setup import CHOSEN, Chosen, Setup, mixture_of, options_of, resolve_weights
+from pat_vllm.start.setup import (
+    CHOSEN,
+    Chosen,
+    Setup,
+    chosen_of,
+    mixture_of,
+    options_of,
+    resolve_weights,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +153,7 @@ def _choose_layouts(vllm_config: VllmConfig, options: PATConfig) -> None:
     """Put the layouts that the engine keeps ready in its options, where other processes find them,
     and say which."""
     model = vllm_config.model_config
-    if model is None or CHOSEN in (vllm_config.additional_config or {}):
+    if model is None or chosen_of(vllm_config):
         return
     import torch
 

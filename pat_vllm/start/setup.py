@@ -73,7 +73,7 @@ class Setup:
         options = options_of(vllm_config)
         ranks = vllm_config.parallel_config.tensor_parallel_size
         layouts = options.resolve_layouts(ranks)
-        chosen: Chosen = _additional(vllm_config).get(CHOSEN, {})
+        chosen = chosen_of(vllm_config)
         scheduler, speculative = vllm_config.scheduler_config, vllm_config.speculative_config
         given = Limits(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
         tokens_per_seq = 1 + vllm_config.num_speculative_tokens
@@ -125,6 +125,12 @@ def layout_name(vllm_config: VllmConfig) -> str | None:
     """The layout whose copy of an engine's config this is; None: it is an engine's own."""
     name: str | None = _additional(vllm_config).get(LAYOUT)
     return name
+
+
+def chosen_of(vllm_config: VllmConfig) -> Chosen:
+    """What was found when the layouts were chosen; empty: they are not chosen yet."""
+    chosen: Chosen = _additional(vllm_config).get(CHOSEN, {})
+    return chosen
 
 
 def mixture_of(vllm_config: VllmConfig) -> MoEConfig | None:

@@ -39,16 +39,18 @@ mixtures = st.builds(
 # -------------------------------------------------------------------- which experts
 
 
+def hot_at(experts: ExpertSizes, tokens: int) -> float:
+    return float(hot_experts(experts, np.array([float(tokens)]))[0])
+
+
 @settings(max_examples=50)
 @given(mixtures, st.integers(0, 5000), st.integers(0, 500))
 def test_hot_experts(experts: ExpertSizes, tokens: int, more: int) -> None:
     """More tokens make no fewer experts hot."""
-    hot = hot_experts(experts, np.float64(tokens))
-    assert (
-        0 <= hot <= hot_experts(experts, np.float64(tokens + more)) + 1e-9 <= experts.count + 2e-9
-    )
+    hot = hot_at(experts, tokens)
+    assert 0 <= hot <= hot_at(experts, tokens + more) + 1e-9 <= experts.count + 2e-9
     assert hot <= tokens * experts.per_token + 1e-9
-    assert hot_experts(experts, np.float64(1)) == pytest.approx(experts.per_token)
+    assert hot_at(experts, 1) == pytest.approx(experts.per_token)
 
 
 @settings(max_examples=50)
@@ -62,7 +64,7 @@ def test_busiest_rank(experts: ExpertSizes, ranks: int, tokens: int, more: int) 
     assert load.work >= tokens * experts.per_token / ranks - 1e-6, "less than the mean"
     assert load.work <= tokens * experts.per_token
     # The 64 drawn layers have some more or fewer than the mean: four standard deviations.
-    hot = hot_experts(experts, np.float64(tokens))
+    hot = hot_at(experts, tokens)
     assert load.hot >= (hot - 4 * (hot / 64) ** 0.5) / ranks
     if ranks == 1:
         assert load.work == pytest.approx(tokens * experts.per_token)

@@ -17,8 +17,6 @@ from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedD
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2, Mixer2RMSNormGated
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
-from vllm.multimodal.processing.context import BaseProcessingInfo
-from vllm.renderers.base import BaseRenderer
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.core import kv_cache_coordinator
@@ -114,14 +112,9 @@ def in_strings(
     )
 
 
-def of_text_alone(
-    renderer: BaseRenderer, info: BaseProcessingInfo, config: MultiModalConfig
-) -> tuple[Any, ...]:
-    """What is replaced by name, and what a rule names by its path."""
-    return (
-        *(renderer.get_mm_processor, renderer.model_config, info.validate_num_items),
-        *(info.ctx.model_config, config.language_model_only, config.enable_mm_embeds),
-    )
+def of_text_alone(config: MultiModalConfig) -> tuple[Any, ...]:
+    """What a rule names by its path."""
+    return config.language_model_only, config.enable_mm_embeds
 
 
 def of_runners(v1: RunnerV1, v2: RunnerV2) -> tuple[Any, ...]:

@@ -52,6 +52,7 @@ def configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[int, VllmCo
     given = {**SIZES, "architectures": ["Qwen3NextForCausalLM"]}
     (tmp_path / "config.json").write_text(json.dumps(given))
     options: Any = {"dtype": "bfloat16", "max_model_len": 32768, "skip_tokenizer_init": True}
+    options["mamba_ssm_cache_dtype"] = "float32"  # as on a CPU with AMX, or by the model
     engine = EngineArgs(str(tmp_path), enforce_eager=True, **options).create_engine_config()
     assert engine.cache_config.mamba_ssm_cache_dtype == "float32"
     engine.cache_config.block_size, engine.cache_config.user_specified_block_size = 16, False
