@@ -17,7 +17,7 @@ from pat_vllm.models.model_size import ModelSize
 from pat_vllm.models.moe_config import MoEConfig
 from pat_vllm.predictor.cost import CostModel
 from pat_vllm.predictor.planner import Planner
-from pat_vllm.predictor.step_time import StepTimeModel
+from pat_vllm.predictor.steps.step_time import StepTimeModel
 from pat_vllm.predictor.whole_batch import Batch, StaticEngines
 from pat_vllm.profile import Profile
 from pat_vllm.start.buffers import EngineShape

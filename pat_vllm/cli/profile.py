@@ -167,7 +167,7 @@ def show(console: Console, profile: Profile) -> None:
         "layout: tensor parallel size (tp) and replicas (dp), all busy; batch: of one replica."
     )
     try:
-        from pat_vllm.predictor.step_time import StepTimeModel
+        from pat_vllm.predictor.steps.step_time import StepTimeModel
 
         fits = StepTimeModel.fit(profile).fits
     except ImportError as error:

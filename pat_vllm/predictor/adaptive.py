@@ -27,7 +27,7 @@ from pat_vllm.predictor.policy import SETTLE_SECONDS, Policy
 from pat_vllm.predictor.probing import Prober
 from pat_vllm.predictor.speeds import Speeds
 from pat_vllm.predictor.state import Ints, LiveRequests, LiveState
-from pat_vllm.predictor.step_time import StepTimeModel
+from pat_vllm.predictor.steps.step_time import StepTimeModel
 from pat_vllm.profile import Profile, StepShape
 from pat_vllm.reporting import (
     BatchReport,

@@ -8,8 +8,8 @@ import numpy as np
 
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.state import Floats
-from pat_vllm.predictor.step_residual import folds as step_folds
-from pat_vllm.predictor.step_time import StepTimeModel
+from pat_vllm.predictor.steps.step_residual import folds as step_folds
+from pat_vllm.predictor.steps.step_time import StepTimeModel
 from pat_vllm.profile import Profile
 
 

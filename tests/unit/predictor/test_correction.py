@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from pat_vllm.layout import Layout
-from pat_vllm.predictor.correction import OnlineCorrection
-from pat_vllm.predictor.step_time import StepTimeModel
+from pat_vllm.predictor.steps.correction import OnlineCorrection
+from pat_vllm.predictor.steps.step_time import StepTimeModel
 from tests.support.modelled_profile import modelled_profile
 from tests.unit.predictor.examples import decode
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pat_vllm.layout import Layout
-from pat_vllm.predictor.step_base import StepBase
+from pat_vllm.predictor.steps.step_base import StepBase
 from pat_vllm.profile import StepSample, StepShape
 from tests.unit.predictor.examples import decode
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from pat_vllm.layout import Layout
-from pat_vllm.predictor.step_residual import StepFit, cross_validate, folds
-from pat_vllm.predictor.step_time import StepTimeModel
+from pat_vllm.predictor.steps.step_residual import StepFit, cross_validate, folds
+from pat_vllm.predictor.steps.step_time import StepTimeModel
 from pat_vllm.profile import Profile, StepSample, StepShape
 from tests.unit.predictor.examples import decode, profile_of
 

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pat_vllm.layout import Layout
-from pat_vllm.predictor.step_residual import StepFit
-from pat_vllm.predictor.step_time import StepTimeModel
+from pat_vllm.predictor.steps.step_residual import StepFit
+from pat_vllm.predictor.steps.step_time import StepTimeModel
 from pat_vllm.profile import Profile, StepSample, StepShape
 from tests.support.held_out import held_out_error
 from tests.unit.predictor.examples import decode, profile_of
@@ -124,7 +124,7 @@ def test_held_out_error_is_small_and_the_residual_learns_what_the_linear_base_ca
             assert error.mean() <= 0.04, (layout, error)
             assert len(error) == len(BATCHES) * len(CONTEXTS) * len({1, layout.replicas})
     never = dict.fromkeys(LAYOUTS, StepFit())
-    with patch("pat_vllm.predictor.step_time.cross_validate", lambda *_: never):
+    with patch("pat_vllm.predictor.steps.step_time.cross_validate", lambda *_: never):
         linear = held_out_error(profiles[saturating])
     for layout, error in errors[saturating].items():
         assert error.mean() < 0.7 * linear[layout].mean()

@@ -25,11 +25,11 @@ MUTATIONS = mutations({
         ("a batch of lengths alike has a long tail", "predictor.length_model:Prior.posterior", "(1 - _DOUBT) * share / share.sum() + _DOUBT * self._unseen", "self._unseen"),
     ],
     "tests/unit/predictor/test_correction.py": [
-        ("drafts that are dear make all steps seem slow", "predictor.correction:OnlineCorrection._parts", "if drafts > 0:", "if False:"),
-        ("what drafts take is left out of many steps", "predictor.correction:OnlineCorrection.factor", "total = total + np.asarray(drafts)", "total = total + 0 * np.asarray(drafts)"),
+        ("drafts that are dear make all steps seem slow", "predictor.steps.correction:OnlineCorrection._parts", "if drafts > 0:", "if False:"),
+        ("what drafts take is left out of many steps", "predictor.steps.correction:OnlineCorrection.factor", "total = total + np.asarray(drafts)", "total = total + 0 * np.asarray(drafts)"),
     ],
     "tests/unit/predictor/test_adaptive.py": [
-        ("real steps teach nothing", "predictor.step_time:StepTimeModel.observe", "self._correction.observe(layout, shape.batch, ratio, drafts)", "1.0"),
+        ("real steps teach nothing", "predictor.steps.step_time:StepTimeModel.observe", "self._correction.observe(layout, shape.batch, ratio, drafts)", "1.0"),
     ],
     "tests/unit/predictor/test_cost.py": [
         ("recomputing uses one replica", "predictor.cost:CostModel.seconds", "np.minimum(np.maximum(num_seqs, 1), target.replicas)", "1"),
@@ -40,7 +40,7 @@ MUTATIONS = mutations({
         ("prescribed lengths teach", "predictor.length_model:LengthModel.observe_running", "~live.exact & ", ""),
     ],
     "tests/unit/predictor/test_step_base.py": [
-        ("verifying drafts takes no time", "predictor.step_base:StepBase.extra", "drafts * (self.drafts + others", "drafts * 0 * (self.drafts + others"),
+        ("verifying drafts takes no time", "predictor.steps.step_base:StepBase.extra", "drafts * (self.drafts + others", "drafts * 0 * (self.drafts + others"),
     ],
     "tests/unit/weights/test_shards.py": [
         ("the last ranks have the odd experts", "weights.shards:ExpertPartition.shard", "min(tp_rank, more)", "0"),

@@ -21,10 +21,10 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from pat_vllm.layout import Layout
-from pat_vllm.predictor.correction import OnlineCorrection
 from pat_vllm.predictor.state import Floats, Ints
-from pat_vllm.predictor.step_base import KNEES, StepBase
-from pat_vllm.predictor.step_residual import (
+from pat_vllm.predictor.steps.correction import OnlineCorrection
+from pat_vllm.predictor.steps.step_base import KNEES, StepBase
+from pat_vllm.predictor.steps.step_residual import (
     StepFit,
     by_layout,
     cross_validate,

@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike
 
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.state import Floats
-from pat_vllm.predictor.step_base import StepBase
+from pat_vllm.predictor.steps.step_base import StepBase
 from pat_vllm.profile import StepSample
 
 LEAST_SAMPLES = 8

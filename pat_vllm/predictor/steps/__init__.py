@@ -1,0 +1,1 @@
+"""How long steps take: a profile, what LightGBM adds to it, and what real steps correct."""
