@@ -17,7 +17,7 @@ from pat_vllm.start.choice import choose
 from pat_vllm.start.load import Load
 from pat_vllm.start.setup import Setup
 from pat_vllm.worker.layout_config import layout_config
-from tests.unit.modelled.test_choice import QWEN3_8B
+from tests.unit.start.test_choice import QWEN3_8B
 
 
 def engine_config(seqs: int, tokens: int, chosen: dict[str, Any], **pat: Any) -> Any:

@@ -443,13 +443,14 @@ def test_when_a_batch_is_over(happens: str, over: bool, monkeypatch: pytest.Monk
     scheduler.add_request(request_of("r1", [3] * 65, 1))
     assert scheduler.replica_set.layout == (Layout(8, 1) if over else Layout(2, 4))
     assert batch_over.call_count == over
-    step(scheduler)
+    output = scheduler.schedule()
+    scheduler.update_from_output(output, results_of(output))
     back = [switch for switch in scheduler.controller.report().switches if switch.reason == "idle"]
     assert len(back) == over
     if happens == "5 s":
         assert back[0].cached_tokens == 64
-        (replica,) = scheduler.replica_set.replicas
-        assert replica.scheduler.requests["r1"].num_cached_tokens == 64
+        (made,) = output.steps.values()
+        assert made.num_scheduled_tokens == {"r1": 1}, "the rest is cached"
 
 
 def test_what_a_batch_taught_is_kept_when_the_engine_ends(monkeypatch: pytest.MonkeyPatch) -> None:
