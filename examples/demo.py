@@ -48,7 +48,7 @@ def main() -> int:
     add = parser.add_argument
     add("--model", default="dense", help=f"{', '.join(MODELS)}, or a checkpoint's folder")
     add("--models-dir", type=Path, default=Path(".models"), help="where these are made and kept")
-    add("--requests", type=int, default=128)
+    add("--requests", type=int, default=64)
     add("--max-tokens", type=int, default=320, help="longest response")
     add("--rounds", type=int, default=3, help="the first one warms up")
     add("--speculate", action="store_true", help="n-gram drafts of up to 4 tokens")
@@ -121,13 +121,18 @@ def checkpoint(name: str, folder: Path) -> Path:
 
 
 def requests(count: int, longest: int, drafts: bool) -> list[tuple[Any, Any]]:
-    """Prompts of random tokens, with log-normal lengths of their responses: a twelfth of the
-    longest in the middle, a third of them e times that. One reaches the longest."""
+    """Prompts of random tokens. As in reasoning, most responses are short, around a thirteenth of
+    the longest, and each eleventh ends in the last third or at the limit."""
     from vllm import SamplingParams, TokensPrompt
 
     rng = random.Random(0)
-    lengths = [max(4, round(longest / 12 * rng.lognormvariate(0, 1))) for _ in range(count)]
-    lengths[lengths.index(max(lengths))] = longest
+    lengths = [
+        rng.randint(2 * longest // 3, longest)
+        if number % 11 == 0
+        else max(4, round(longest / 13 * rng.lognormvariate(0, 0.6)))
+        for number in range(count)
+    ]
+    lengths[0] = longest
     return [
         (
             TokensPrompt(prompt_token_ids=[rng.randrange(3, 500) for _ in range(20)]),
