@@ -219,17 +219,17 @@ def third_epoch(llm: Any, monkeypatch: pytest.MonkeyPatch, own: bool) -> list[fl
     third: list[list[int]] = []
     said: list[list[int]] = []
     unused = itertools.count(1 << 40)
-    arrived = DraftRows.arrived
+    add = DraftRows.add
 
-    def arrive(rows: DraftRows, request: Any) -> None:
-        arrived(rows, request)
+    def add_and_look(rows: DraftRows, request: Any) -> None:
+        add(rows, request)
         assert request.request_id not in rows.repeated
         if own and said:
             number = int(request.request_id.partition("-")[0])
             tokens = np.array([BETWEEN_ROWS, *PROMPT, *said[number]], np.int32)
             rows._give(request.request_id, (Row(next(unused), tokens),))
 
-    monkeypatch.setattr(DraftRows, "arrived", arrive)
+    monkeypatch.setattr(DraftRows, "add", add_and_look)
     for first in range(0, 4 * BATCH, BATCH):
         params = [
             SamplingParams(seed=first + i, max_tokens=LENGTH, ignore_eos=True) for i in range(BATCH)
