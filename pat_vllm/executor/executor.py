@@ -1,4 +1,9 @@
-"""The executor: vLLM's own, with steps that go to one replica and a layout that can change."""
+"""The engine core's end of the workers: vLLM's executor, with a step for each replica, and a layout
+that can change.
+
+Steps travel in lanes (`lanes.py`), all other calls on vLLM's own ring. A worker reads one of the
+two at a time, so it leaves its lane before a call and enters it again before a step.
+"""
 
 from __future__ import annotations
 
@@ -52,9 +57,10 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
 _IDLE_WAIT_SECONDS = 5e-3
-"""With an idle replica, how long to wait for the busy ones before looking for new requests."""
+"""Seconds to wait for the busy replicas while another is idle, before looking for new requests:
+the longest that a request waits for an idle replica."""
 _NO_REPLY_RANK = -1
-"""Rank that vLLM's worker loop compares with its own before it replies: none will."""
+"""Rank that is asked to reply to a call. No rank has this one, so none replies."""
 
 _executors: weakref.WeakValueDictionary[str, PATExecutorMixin] = weakref.WeakValueDictionary()
 
@@ -109,9 +115,9 @@ class PATExecutorMixin(OwnRepliesMixin):
     """Why the engine has failed, in words."""
     _network = Network()
     _missing = False
-    """Whether the base layout's weights are incomplete since the last such call."""
+    """Whether the last call that may have written weights left the base layout's incomplete."""
     _weights_called = 0.0
-    """When the last such call came, or returned where its caller has waited."""
+    """When that call came, or returned where its caller waited; seconds, monotonic clock."""
 
     # ---------------------------------------------------------------- start and stop
 
@@ -124,11 +130,15 @@ class PATExecutorMixin(OwnRepliesMixin):
         self._os_resources = OsResourceCleanup(mq.handle for mq in self.response_mqs)
         self._in_lanes = False
         self._pending: dict[int, deque[float]] = {}
+        """When each step in flight was sent, by replica; oldest first, `time.perf_counter`."""
         self._unsampled: list[int] = []
+        """Replicas whose last `EXECUTE` message waits for its `SAMPLE` message."""
         self._commands: dict[str, Callable[..., Any]] = {}
         self._stale = False
+        """Whether the other layouts' weights may differ from the base layout's."""
         self._weight_calls = WeightCalls(self.setup.options.readonly_calls)
         _executors[config.instance_id] = self
+        # How this process ends: without its front end, in order, and with a cause in words.
         end_when_orphaned(self.shutdown)
         tell_cause_of_death()
         end_in_order()
@@ -236,9 +246,9 @@ class PATExecutorMixin(OwnRepliesMixin):
             return self._call(method, timeout, args, kwargs, **options)
         call = method if isinstance(method, str) else cloudpickle.dumps(method)
         try:
-            if options:
-                asked = rpc.CALL_IN_BASE, timeout, (call, args, kwargs or {})
-                return checked(self._call(*asked, **options))
+            if options:  # vLLM reads the replies
+                in_base = rpc.CALL_IN_BASE, timeout, (call, args, kwargs or {})
+                return checked(self._call(*in_base, **options))
             return self._call_of_user(call, args, kwargs or {}, timeout=timeout)
         finally:
             self._weights_called = time.monotonic()
@@ -277,12 +287,14 @@ class PATExecutorMixin(OwnRepliesMixin):
         return waited < envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS
 
     def _leave_lanes(self) -> None:
+        """Have the workers read vLLM's own ring again, after the steps that were sent before."""
         if self._in_lanes:
             assert self._lanes is not None
             self._lanes.leave(self.layout)
             self._in_lanes = False
 
     def _enter_lanes(self) -> None:
+        """Have the workers read the lanes of the active layout, by one call on vLLM's own ring."""
         if not self._in_lanes:
             self.refresh_weights()
             ring = self.rpc_broadcast_mq
@@ -419,7 +431,8 @@ class PATExecutorMixin(OwnRepliesMixin):
         return TransferRates(
             bandwidth=min(r.bandwidth for r in rates),
             prefill_rate={
-                tp: min(r.prefill_rate[tp] for r in rates) for tp in rates[0].prefill_rate
+                layout: min(r.prefill_rate[layout] for r in rates)
+                for layout in rates[0].prefill_rate
             },
         )
 
@@ -430,7 +443,7 @@ class PATExecutorMixin(OwnRepliesMixin):
         return first
 
     def reseed(self, salt: int) -> None:
-        """Have unseeded requests be sampled otherwise than by an engine with another salt."""
+        """Seed unseeded sampling on all ranks; another salt gives other tokens."""
         self.collective_rpc(rpc.RESEED, args=(salt,))
 
 

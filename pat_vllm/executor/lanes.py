@@ -41,7 +41,8 @@ SAMPLE = "sample"
 DRAFT_ROWS = "draft rows"
 
 _CHUNK_BYTES = 4 << 20
-"""Ring slot; larger messages take vLLM's out-of-band path."""
+"""Size of a ring's slot (vLLM's own ring has 16 MiB); larger messages take vLLM's out-of-band
+path, a socket."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ class Lanes:
         self._replies: list[Reader] = []
 
     def handles(self) -> LaneHandles:
-        """To be sent to every worker."""
+        """What every worker needs to open its ends (`PATWorkerMixin.pat_open_lanes`)."""
         return LaneHandles(
             {key: ring.export_handle() for key, ring in self._rings.items()}, self._network
         )
@@ -174,7 +175,7 @@ def _shut_down() -> RuntimeError:
 
 
 class WorkerLanes:
-    """A worker's ends of its lanes, one by tp."""
+    """A worker's ends: of its replica's lane in each layout, by tp, and of its ring back."""
 
     def __init__(
         self, handles: LaneHandles, rank: int, layouts: Iterable[Layout], device: torch.device
@@ -194,7 +195,7 @@ class WorkerLanes:
         self._finishing: queue.SimpleQueue[Any] | None = None
 
     def reply_handle(self) -> Handle:
-        """To be sent to the engine."""
+        """What the engine needs to read this rank's replies (`Lanes.connect`)."""
         return self._reply.export_handle()
 
     def wait_until_ready(self) -> None:
@@ -207,11 +208,11 @@ class WorkerLanes:
         """Run the steps that arrive in the lane of `layout`, until asked to leave.
 
         A step is an `EXECUTE` message, then a `SAMPLE` message if the step samples. A `DRAFT_ROWS`
-        message comes first where drafters have to know more. The replica's leader sends one reply
-        to a step. Its exception is a reply, too, which ends the engine.
+        message comes first where drafters get earlier responses to copy from. The replica's leader
+        sends one reply to a step. Its exception is a reply, too, which ends the engine.
         """
         ring = self._rings[layout.tp]
-        replies = layout.tp_rank_of(self._rank) == 0
+        leads = layout.tp_rank_of(self._rank) == 0
         while True:
             with _at_rest():
                 # Not with a timeout: vLLM takes a large message's slot, waits for its bytes as
@@ -229,17 +230,18 @@ class WorkerLanes:
                     output = worker.execute_model(payload)
                 else:
                     output = worker.sample_tokens(payload)
-                    if replies:
+                    if leads:
                         drafts = worker.drafts_of_step(constrained=payload is not None)
             except Exception as error:
                 logger.exception("a step failed")
-                if kind == DRAFT_ROWS and not replies:
+                if kind == DRAFT_ROWS and not leads:
                     raise  # with the rows that it lacks it would draft otherwise than its group
                 output = error
-            if replies and output is not None:
+            if leads and output is not None:
                 self._answer(output, drafts)
 
     def _answer(self, output: Any, drafts: DraftTokenIds | None) -> None:
+        """Reply to the engine, once the output is on the host."""
         # Replies must keep their order, so once a thread finishes outputs, all go through it.
         if isinstance(output, AsyncModelRunnerOutput) and self._finishing is None:
             self._finishing = queue.SimpleQueue()
@@ -250,7 +252,7 @@ class WorkerLanes:
             self._reply.enqueue(_reply_to(output, drafts))
 
     def _finish(self) -> None:
-        """Wait for the device in another thread, so that the next step can be launched."""
+        """Read outputs from the device in a thread, so that `serve` can launch the next step."""
         assert self._finishing is not None
         # A new thread uses device 0, and would make a CUDA context there.
         current_platform.set_device(self._device)
@@ -281,6 +283,7 @@ def _at_rest() -> Iterator[None]:
 
 
 def _reply_to(output: Any, drafts: DraftTokenIds | None) -> tuple[bool, Any]:
+    """The message back: True and a `StepReply`, or False and the words of the error."""
     if isinstance(output, AsyncModelRunnerOutput):
         try:
             output = output.get_output()

@@ -76,7 +76,8 @@ class StepReply:
     """A replica's reply to a step.
 
     Attributes:
-        drafts: what it proposes for its next step, where the scheduler has to know that.
+        drafts: what it proposes for its next step, where the scheduler has to know that; None
+            with asynchronous scheduling, unless a grammar constrains a request.
     """
 
     output: ModelRunnerOutput
@@ -95,7 +96,8 @@ class PATSchedulerOutput(SchedulerOutput):
     """Steps by replica. The inherited fields only tell vLLM's engine loop that there is work.
 
     Attributes:
-        draft_rows: by replica, what its drafters have to know before its step.
+        draft_rows: by replica, earlier responses that its drafters copy from, as far as its ranks
+            lack them.
     """
 
     steps: dict[int, SchedulerOutput] = field(default_factory=dict)

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 
 class Monitor:
-    """Knows the unfinished requests, and tells all listeners of every event.
+    """Knows the unfinished requests, and tells all listeners of every event. `ReplicaSet` tells it
+    of requests and steps, `LayoutController` of switches and batches.
 
     Attributes:
         policy: decides when to switch.
@@ -101,11 +102,12 @@ class Monitor:
         shape: StepShape,
         result: StepResult,
     ) -> None:
-        """Tell what a step's drafts came to, and who learns, for each kind of prompt, of those of
-        each request."""
+        """Tell how many of a step's drafts were accepted: all listeners for the whole step, those
+        that learn from it also for each request, by whether its prompt has earlier responses."""
         counts = counted_drafts(step, result.output, self.draft_rows.repeated)
         for listener in self.listeners:
             listener.drafted(now, layout, replica.index, shape.k, counts)
+        # This step verified the drafts that the step before has made.
         length = self._draft_length.get(replica.index, 0)
         self._draft_length[replica.index] = shape.k
         learners = [listener for listener in self.listeners if listener.learns]
@@ -123,7 +125,8 @@ class Monitor:
         """The step's requests by whether there are earlier responses to their prompts.
 
         Yields:
-            Whether there are, about how many of them decode, and their ids; None: all.
+            Whether there are, about how many of these requests decode, and their ids; None: all
+            requests of the step.
         """
         ids = step.scheduled_cached_reqs.req_ids
         repeated = {request_id for request_id in ids if request_id in self.draft_rows.repeated}
@@ -146,7 +149,7 @@ class Monitor:
         return tracked
 
     def idle(self) -> None:
-        """No request is left. The batch may go on."""
+        """No request is left. More may come that belong to the same batch."""
         self._draft_length.clear()
         for listener in self.listeners:
             listener.idle(time.monotonic())

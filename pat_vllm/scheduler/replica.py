@@ -32,7 +32,7 @@ class Replica:
     """A stock scheduler and its steps in flight, oldest first.
 
     Attributes:
-        kinds: of its groups of KV caches.
+        kinds: the kind of state (such as full attention) of each of vLLM's KV cache groups.
         decode_steps: finished steps in which requests decoded.
     """
 
@@ -43,6 +43,7 @@ class Replica:
         self.in_flight: deque[SchedulerOutput] = deque()
         self.decode_steps = 0
         self._drafts: DraftTokenIds | None = None
+        """Drafts of the last step, for the bitmask of the next (asynchronous scheduling only)."""
         self._finished_at = 0.0
         self._thinking_without_drafts = (
             scheduler.vllm_config.reasoning_config is not None and not scheduler.use_v2_model_runner
@@ -82,7 +83,7 @@ class Replica:
     def grammar_bitmask(self, step: SchedulerOutput) -> GrammarOutput | None:
         """The bitmask of a step that was just scheduled, where it has grammars."""
         if self._drafts is not None:
-            # With asynchronous scheduling a step has placeholders. A grammar needs the drafts.
+            # Asynchronous scheduling puts placeholders in a step. A grammar needs the drafts.
             self.scheduler.update_draft_token_ids_in_output(self._drafts, step)
             self._drafts = None
         return self.scheduler.get_grammar_bitmask(step)
@@ -119,8 +120,8 @@ class Replica:
         """Seconds from the end of the last step to that of one which ends now.
 
         Args:
-            seconds: since this step was started. When that was long after the last one's end,
-                the replica had nothing to do in between, and only they count.
+            seconds: since this step was started. Where the replica had waited before that for more
+                than half as long, it was idle, and only these seconds count.
         """
         between = now - seconds - self._finished_at
         self._finished_at = now
@@ -177,7 +178,9 @@ class ReplicaFactory:
                 for index in range(layout.replicas)
             ]
         for replica in replicas:
+            # With a KV connector vLLM would hold the blocks of preempted requests back.
             free_blocks_at_once(replica.scheduler)
+            # vLLM 0.31 would end a pause before the requests that a switch carried.
             drain_carried_requests(replica.scheduler)
         return replicas
 
@@ -204,6 +207,7 @@ class ReplicaFactory:
         config.cache_config.num_gpu_blocks = kv_cache_config.num_blocks
         # The class that stock vLLM would choose.
         config.scheduler_config.scheduler_cls = None  # of the layout's own copy
+        # By this connector a switch announces migrated KV, as if a remote engine had sent it.
         config.kv_transfer_config = KVTransferConfig(
             kv_connector="PATConnector",
             kv_connector_module_path="pat_vllm.kv_transfer.connector",

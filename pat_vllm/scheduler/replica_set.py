@@ -37,7 +37,8 @@ class ReplicaSet:
         replicas: its replicas, by index.
         executor: runs their steps.
         factory: makes the replicas of a layout.
-        chains: what ended requests left in the prefix caches.
+        chains: block hashes of ended requests, by which a switch finds the cached prefixes to
+            carry.
         pause_state: vLLM's, of all replicas alike.
     """
 
@@ -63,8 +64,11 @@ class ReplicaSet:
         self._cached_with: int | None = None
         """Version of the weights when the caches began to fill; None while they are empty."""
         self._retired: Sequence[Replica] = ()
+        """Replicas of the layout that the last switch left, until they are shut down."""
         self._empty_steps: list[tuple[Replica, SchedulerOutput]] = []
+        """Steps that were scheduled and not sent, as they hold nothing for a worker."""
         self._outputs: dict[int, EngineCoreOutputs] = {}
+        """What goes to each front end, by vLLM's index of clients."""
 
     # ---------------------------------------------------------------- state
 
@@ -96,7 +100,7 @@ class ReplicaSet:
     def add(self, request: Request) -> None:
         """Route a request to a replica: prefix affinity first, then least load.
 
-        What comes later of a streaming-input session goes where the session is.
+        Later inputs of a streaming-input session go where its first one went.
         """
         replica = self._monitor.requests.replica_of(request.request_id)
         if replica is None:
@@ -105,7 +109,7 @@ class ReplicaSet:
             self._monitor.arrived(request, replica, prompt)
         replica.scheduler.add_request(request)
         if request.request_id not in replica.scheduler.requests:
-            # The word that no more comes of a streaming-input session, which vLLM then ends.
+            # It said that a streaming-input session has no more inputs, and vLLM ended that.
             self._ended(request.request_id, FinishReason.ABORT)
 
     def _route(self, request: Request, prompt: int) -> Replica:
@@ -156,10 +160,10 @@ class ReplicaSet:
             # Preempting a request drops what its step in flight samples: a seeded one would go on
             # from another random number. vLLM, too, has no step in flight here.
             self.drain()
-            for replica in self.replicas:
+            for replica in self.replicas:  # vLLM preempts none that has not run since a switch
                 preempt_carried(replica.scheduler)
         reset = all(
-            [
+            [  # a list, so that every replica is reset, whatever another says
                 replica.scheduler.reset_prefix_cache(reset_running_requests, reset_connector)
                 for replica in self.replicas
             ]
@@ -190,7 +194,7 @@ class ReplicaSet:
             else:
                 steps[replica.index] = step
                 ranks = self.layout.ranks_of(replica.index)
-                rows = self._monitor.draft_rows
+                rows = self._monitor.draft_rows  # earlier responses that drafters copy from
                 if (update := rows.update(step, replica.scheduler.requests, ranks)) is not None:
                     draft_rows[replica.index] = update
         return PATSchedulerOutput.of(steps, self.in_flight, draft_rows)
@@ -226,10 +230,10 @@ class ReplicaSet:
         return outputs
 
     def _collect(self, outputs: dict[int, EngineCoreOutputs]) -> None:
-        for client in outputs.values():
-            if client.scheduler_stats is not None:
-                mean_of_gpus(client.scheduler_stats, len(self.replicas))
-            for output in client.outputs:
+        for of_client in outputs.values():
+            if of_client.scheduler_stats is not None:
+                mean_of_gpus(of_client.scheduler_stats, len(self.replicas))
+            for output in of_client.outputs:
                 # A streaming-input session has a reason for the end of each of its parts.
                 if output.finish_reason is not None and self._monitor.requests.is_over(
                     output.request_id
@@ -257,7 +261,7 @@ class ReplicaSet:
             self.set_pause_state(self.pause_state)
 
     def discard_retired(self) -> None:
-        """Take back the replicas of the layout that was left, which takes a moment."""
+        """Shut the replicas of the layout that was left down, and keep their block pools."""
         self.factory.discard(self._retired)
         self._retired = ()
 

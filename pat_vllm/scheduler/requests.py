@@ -27,10 +27,10 @@ class TrackedRequest:
     """A request and its replica.
 
     Attributes:
-        group: equal for samples of one prompt.
+        group: hash of the prompt, equal for samples of one prompt.
         max_tokens: most tokens that its response can have.
         exact: whether it will have exactly that many.
-        number: of requests that were entered before it.
+        number: how many requests the engine got before it.
     """
 
     request: Request
@@ -45,7 +45,7 @@ class RequestTable:
     """Requests by id."""
 
     def __init__(self, max_model_len: int, length_bound: int | None) -> None:
-        """`length_bound` stands in place of each request's own `max_tokens`, if given."""
+        """`length_bound`: the policy's option, tokens, in place of requests' own `max_tokens`."""
         self._max_model_len = max_model_len
         self._length_bound = length_bound
         self._tracked: dict[str, TrackedRequest] = {}
@@ -137,13 +137,13 @@ def prompt_key(request: Request) -> int:
 
 
 def step_shape(step: SchedulerOutput, busy: int) -> StepShape:
-    """What a replica's step computes."""
+    """What a replica's step computes, while `busy` replicas have steps in flight."""
     cached = step.scheduled_cached_reqs
     requests, tokens = len(step.num_scheduled_tokens), step.total_num_scheduled_tokens
     contexts = cached.num_computed_tokens
     drafts = sum(map(len, step.scheduled_spec_decode_tokens.values()))
     k = step.num_spec_tokens_to_schedule
-    # A token each, and their drafts: looking at all of them as one is fast.
+    # Every request decodes one token, beside its drafts: no need to look at each request.
     if tokens == requests + drafts and not step.scheduled_new_reqs:
         total, longest = sum(contexts) + requests, max(contexts, default=0) + 1
         return StepShape(requests, total, longest, 0, busy, drafts, k)
@@ -165,7 +165,7 @@ def verified_drafts(
     [2, requests].
 
     Args:
-        among: the requests that are asked for; None: all.
+        among: ids of the requests to look at; None: all.
     """
     generated, index = output.sampled_token_ids, output.req_id_to_index
     verified = [
@@ -182,7 +182,7 @@ def counted_drafts(
     """How many draft tokens a step verified and accepted.
 
     Args:
-        repeated: requests that are counted apart, too.
+        repeated: ids of requests whose prompts have earlier responses; also counted apart.
     """
     drafts = step.scheduled_spec_decode_tokens
     drafted = sum(map(len, drafts.values()))

@@ -10,8 +10,8 @@ An engine step, as vLLM's `EngineCore.step` makes it of calls to the scheduler a
     update_from_output  5. finish   each of these in its replica's scheduler, and tell the monitor
                         6. merge    the outputs of all replicas, by client
 
-`execute_model` and `sample_tokens` are `PATExecutor`'s. Replicas are not in lockstep: while one has
-a long prefill in flight, the others go on.
+`execute_model` and `sample_tokens` are `PATExecutor`'s; a lane is its ring of messages to the ranks
+of one replica. Replicas are not in lockstep: while one has a long prefill in flight, others go on.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ class PATScheduler(SchedulerInterface):
         self.connector = None
         self.ec_connector = None
         executor = executor_of(vllm_config)
+        # A replica of some layouts may run more requests than the engine's `max_num_seqs`.
         make_room_for_grammars(structured_output_manager, executor.setup.max_num_seqs)
         self.replica_set, self.controller, self.monitor = build(
             vllm_config,
@@ -107,7 +108,7 @@ class PATScheduler(SchedulerInterface):
         outputs = self.replica_set.take_outputs()
         for output in outputs.values():
             if output.scheduler_stats is not None:
-                whole_engine(output.scheduler_stats, self)  # its gauges are one replica's
+                whole_engine(output.scheduler_stats, self)  # from gauges of one replica
         if self.monitor.metrics is not None:
             num_seqs = [replica.num_seqs for replica in self._replicas]
             self.monitor.metrics.state(self.replica_set.layout, num_seqs)
@@ -116,13 +117,14 @@ class PATScheduler(SchedulerInterface):
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
         assert isinstance(scheduler_output, PATSchedulerOutput)
-        # What a switch has left is cleared away here: by now the workers are busy with their steps.
+        # A switch leaves the old layout's schedulers. By now the workers are busy with their steps,
+        # so that shutting these schedulers down delays nobody.
         self.replica_set.discard_retired()
         of_replica = {}
         for index, step in scheduler_output.steps.items():
             grammar = self._replicas[index].grammar_bitmask(step)
             if grammar is not None:
-                # vLLM fills one array again and again, which replicas share.
+                # vLLM's manager of grammars fills one array for every call, of whichever replica.
                 of_replica[index] = replace(grammar, grammar_bitmask=grammar.grammar_bitmask.copy())
         if not of_replica:
             return None
@@ -132,7 +134,7 @@ class PATScheduler(SchedulerInterface):
 
     def add_request(self, request: Request) -> None:
         """Route a request to a replica: prefix affinity first, then least load."""
-        if not self.has_request(request.request_id):  # else it is a session's next input
+        if not self.has_request(request.request_id):  # else: a session's next input
             self.controller.before_arrival()
         self.replica_set.add(request)
 
@@ -154,7 +156,10 @@ class PATScheduler(SchedulerInterface):
         return self.replica_set.has_work or self.controller.has_switch_requests
 
     def has_request(self, request_id: str) -> bool:
-        """Asked by vLLM 0.33 in a pause that refuses requests: a session's next input may enter."""
+        """Whether a request is unfinished.
+
+        vLLM 0.33 asks in a pause that refuses requests: a session's next input may enter.
+        """
         return self.monitor.requests.replica_of(request_id) is not None
 
     def get_request_counts(self) -> tuple[int, int]:

@@ -1,4 +1,7 @@
-"""A worker that keeps a runtime for each layout. One of them is active."""
+"""A worker process: a runtime for each layout, one of them active, and the calls of the executor.
+
+`PATExecutorMixin` calls the `pat_...` methods by the names in `executor/rpc.py`.
+"""
 
 from __future__ import annotations
 
@@ -105,7 +108,7 @@ class PATWorkerMixin(WeightUpdatesMixin, _Base):
             }
         self._seed = engine_config.model_config.seed
         self._buffer = SharedKVBuffer()
-        self._shelf = Shelf()
+        self._shelf = Shelf()  # earlier responses, for drafters
         self._runtimes = {
             layout: LayoutRuntime(
                 layout,
@@ -116,6 +119,7 @@ class PATWorkerMixin(WeightUpdatesMixin, _Base):
         }
         self._base = self._runtimes[layouts[0]]
         self._weights = LayoutWeights(self._setup, self._runtimes, self.rank)
+        # The first runner allocates the buffers that the others share.
         for runtime in (by_size := largest_first(self._runtimes.values())):
             install_tp_group(runtime.group)
             with set_current_vllm_config(runtime.config), buffers_of(by_size[0].runner):
@@ -125,7 +129,7 @@ class PATWorkerMixin(WeightUpdatesMixin, _Base):
             prepare_drafter(runtime.runner)
         self._state_transfer: RequestStateTransfer = state_transfer_for(self._base.runner)
         self._exchange = Exchange(exchange_group(), self.device)
-        self._side = SideStream(self.device)
+        self._side = SideStream(self.device)  # for weights that move while KV does
         self._activate(self._base)
         # vLLM titles this process by its rank in the TP group before it loads the model.
         install_tp_group(self._all_ranks)
@@ -231,7 +235,7 @@ class PATWorkerMixin(WeightUpdatesMixin, _Base):
         return ResolvedKernels(self._base.attention_backends, self._weights.strategy)
 
     def pat_reseed(self, salt: int) -> None:
-        """Seed unseeded sampling, now and at each switch, otherwise than with another salt."""
+        """Seed unseeded sampling, now and at each switch. Other salts give other tokens."""
         self._salt = salt
         seed_replica(self._seed, salt, 0, self._active.layout.replica_of(self.rank))
 
@@ -279,7 +283,7 @@ class PATWorkerMixin(WeightUpdatesMixin, _Base):
         return self.take_draft_token_ids()
 
     def take_draft_rows(self, update: RowUpdate) -> None:
-        """Take earlier responses up, for the drafters of all layouts."""
+        """Keep earlier responses, from which the drafters of all layouts copy drafts."""
         self._shelf.take(update)
 
     def pat_echo(self, text: str) -> str:
