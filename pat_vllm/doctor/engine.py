@@ -27,7 +27,7 @@ _TRIES = 6
 
 
 class PATEngine:
-    """An engine, and what it is compared with."""
+    """An engine with PAT and its checks; each raises, or returns what the report says of it."""
 
     llm: LLM
     layouts: Sequence[Layout]
@@ -119,7 +119,7 @@ class PATEngine:
                 # With many right drafts a response ends in a few steps.
                 speculate(self.llm, int(attempt == 0))
             began = time.monotonic()
-            after = SWITCH_AFTER >> attempt  # in the end before the first answer
+            after = SWITCH_AFTER >> attempt  # at last 0: once all is sent
             outputs = self.generate({after: partial(switch_to, self.llm, target)})
             comparison = self.first.compare_outputs(outputs)
             forced = [
@@ -144,7 +144,7 @@ class PATEngine:
         from pat_vllm.api import report, speculate
 
         def counts() -> tuple[int, int]:
-            # Of all time: drafts are counted by the second.
+            # Since the engine's start: a sample of drafts covers a second, and may begin earlier.
             drafts = report(self.llm).drafts
             return sum(d.counts.accepted for d in drafts), sum(d.counts.drafted for d in drafts)
 
@@ -171,7 +171,7 @@ class PATEngine:
     # ---------------------------------------------------------------- sleep and weights
 
     def sleep(self) -> str:
-        """At level 1, which keeps the weights."""
+        """Sleep at level 1, which keeps the weights, and compare the answers after it."""
         self.llm.sleep(level=1)
         self.llm.wake_up()
         comparison = self.in_layout(self.layouts[-1], self.first)
@@ -181,7 +181,7 @@ class PATEngine:
         """Load the new weights over the first.
 
         Args:
-            expected: of the new weights.
+            expected: what stock vLLM answers with the new weights.
             lost: the engine first sleeps at level 2, which gives up the weights.
         """
         switch_to(self.llm, self.layouts[-1])

@@ -27,7 +27,8 @@ class OsResources:
 
     Attributes:
         queues: handles of message queues.
-        met_at: an init method of `torch.distributed`: where the ranks have met.
+        met_at: where the ranks have met, as an init method of `torch.distributed`, such as
+            "tcp://127.0.0.1:29500".
     """
 
     queues: tuple[Handle, ...]
@@ -55,7 +56,7 @@ class OsResourceCleanup:
         """
         for resources in workers:
             self._queues += resources.queues
-            # As vLLM reads it: no part of a path is a query or a fragment.
+            # Not by `urlparse`: vLLM, too, takes a "?" or "#" for a part of the path.
             if resources.met_at.startswith("file://"):
                 self._rendezvous.add(Path(resources.met_at.removeprefix("file://")))
 

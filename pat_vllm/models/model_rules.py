@@ -16,8 +16,10 @@ _DECODERS = "decoder-only models with full, sliding or latent attention"
 _POOLING = ("Model", "Classification", "ForTextEncoding", "ForRewardModeling")
 """Ends of the names of vLLM's classes that do not generate."""
 _GENERATING = ("ForCausalLM", "ForConditionalGeneration", "ChatModel", "LMHeadModel")
+"""Ends of the names of those that do, although one of `_POOLING` may fit, too."""
 _MODELOPT = {"FP8": "modelopt", "FP8_PER_CHANNEL_PER_TOKEN": "modelopt", "FP8_PB_WO": "modelopt"}
 _MODELOPT |= {"NVFP4": "modelopt_fp4"}
+"""vLLM's name of a quantization, by the `quant_algo` that ModelOpt writes into a checkpoint."""
 
 Refused = list[tuple[str, Any, str]]
 """Options, or kinds of models, that are refused: (option, value, what is allowed)."""
@@ -29,9 +31,9 @@ class ModelFacts:
 
     Attributes:
         name: as its user gives it.
-        fields: of its text model's `config.json`.
+        fields: the fields of its text model in `config.json`.
         runner: vLLM's, "generate" or another.
-        quantization: of the weights; None: there is none.
+        quantization: vLLM's name for that of the weights; None: they are not quantized.
         is_mixture: it has experts.
         has_states: some layers have states, as in Mamba or linear attention, in place of a KV cache
             or beside it.
@@ -53,8 +55,8 @@ class ModelFacts:
 
         Args:
             config: contents of its `config.json`.
-            fields: of its text model, with defaults where they are known.
-            pools: it is made for Sentence Transformers.
+            fields: those of its text model, with defaults where they are known.
+            pools: whether it is made for Sentence Transformers, so does not generate.
         """
         class_ = class_name(config)
         pools |= not class_.endswith(_GENERATING) and class_.endswith(_POOLING)
@@ -91,10 +93,10 @@ class ModelRule:
     """A kind of model that PAT does not serve, or what it has to be in one of vLLM's options.
 
     Attributes:
-        option: as users know it.
+        option: the option's name, as users know it.
         refused: the option's value if it is refused, else None.
         allowed: what is allowed.
-        kind: which models it is about; "": all.
+        kind: the kind of models that it is about, in words; "": all models.
         mixtures: whether it is about mixtures of experts only.
     """
 
@@ -142,7 +144,7 @@ KINDS_OF_MODELS = (
     ),
     _models(
         "a model with sparse attention",
-        # Of DeepSeek V3.2 and V4, whose indexers have weights and a cache of their own.
+        # Fields of DeepSeek V3.2 and V4, whose indexers have weights and a cache of their own.
         lambda model: any(name in model.fields for name in ("index_topk", "compress_ratios")),
     ),
 )

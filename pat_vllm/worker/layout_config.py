@@ -1,4 +1,4 @@
-"""A layout's own copy of the engine's `VllmConfig`."""
+"""A layout's own copy of the engine's `VllmConfig`, for its model runners and its schedulers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def layout_config(
     config.parallel_config.enable_expert_parallel = setup.experts == "ep" and layout.tp > 1
     # Tells replicas apart where vLLM names ranks: compile caches, senders of weights.
     config.parallel_config.data_parallel_index = layout.replica_of(rank)
-    config.additional_config = _of_code(vllm_config, setup, layout)
+    config.additional_config = _additional_config(vllm_config, setup, layout)
     config.compilation_config = copy.deepcopy(vllm_config.compilation_config)
     config.compilation_config.static_forward_context = {}
     config.compilation_config.static_all_moe_layers = []
@@ -67,11 +67,12 @@ def layout_config(
     return config
 
 
-def _of_code(engine: VllmConfig, setup: Setup, layout: Layout) -> dict[str, Any]:
-    """`additional_config` of a layout: what changes its code, whose key vLLM makes of it.
+def _additional_config(engine: VllmConfig, setup: Setup, layout: Layout) -> dict[str, Any]:
+    """`additional_config` of a layout: all that its compiled code depends on.
 
-    Strides follow the base layout and whether weights lie in place. The name of the layout's group,
-    which is in the code, follows the layouts before it.
+    vLLM makes the key of its compile cache of it. Strides of weights follow the base layout and
+    whether weights lie in place. The name of the layout's TP group, which is in the code, follows
+    the number of layouts before it.
     """
     options = engine.additional_config
     assert isinstance(options, dict)
@@ -198,8 +199,9 @@ def _limit_cuda_graphs(config: VllmConfig, largest_batch: int | None) -> None:
 def keep_block_size(config: VllmConfig, base: VllmConfig) -> None:
     """Have vLLM give a layout blocks of as many tokens as the base layout has.
 
-    Of models with linear attention it takes fewer for a wider one, where KV heads are copied: as
-    many as make a block as large as a slot. It takes a multiple of what it is given.
+    By itself it gives fewer to a wider layout in which KV heads are replicated, if the model has
+    linear attention: as many tokens as fill the bytes of a state. It takes a multiple of what it is
+    given.
     """
     config.cache_config.block_size = base.cache_config.block_size
     config.cache_config.user_specified_block_size = True
@@ -242,8 +244,8 @@ def kinds_of(base_config: KVCacheConfig, base: Layout, num_kv_heads: int) -> tup
     """The kinds of the engine's KV cache groups, in vLLM's order.
 
     Args:
-        base_config: of a rank of the layout `base`.
-        num_kv_heads: that the model's config names.
+        base_config: that of a rank in the layout `base`.
+        num_kv_heads: KV heads of the whole model, as its config says.
 
     Raises:
         ValueError: layouts cannot share these groups.
@@ -277,7 +279,7 @@ def block_ratio(layout: Layout, base: Layout, kinds: Kinds) -> int:
     Blocks that may be padded are where others become no smaller.
 
     Raises:
-        ValueError: groups differ in that.
+        ValueError: the ratio differs from group to group.
     """
     ratios = {kind.ratio(layout, base) for kind in kinds if not kind.padded}
     (ratio, *others) = ratios or {kind.ratio(layout, base) for kind in kinds}
