@@ -32,7 +32,7 @@ def key_of(prompt: Sequence[int], salt: str | None = None) -> Key:
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """A response.
+    """An earlier response, after the end of its prompt, for drafters to copy from.
 
     Attributes:
         id: no other row of the corpus has or had it.
@@ -60,7 +60,7 @@ class Corpus:
 
     @property
     def num_bytes(self) -> int:
-        """Of all rows together."""
+        """Bytes of the tokens of all rows together."""
         return self._bytes
 
     @property

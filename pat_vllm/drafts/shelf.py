@@ -1,6 +1,7 @@
-"""The earlier responses that a rank has, and the messages that bring them.
+"""The earlier responses that a rank has, for its drafters, and the messages that bring them.
 
-The engine core keeps a shelf for each rank that equals the rank's own, so it knows what to send.
+A row is such a response, after a separator and the end of its prompt (`corpus.Row`). The engine
+core keeps a shelf for each rank that equals the rank's own, so it knows what to send.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ RowIds = tuple[int, ...]
 
 @dataclass(frozen=True)
 class RowUpdate:
-    """What the ranks of a replica have to know before a step.
+    """What the ranks of a replica have to know of rows before a step.
 
     Attributes:
-        forgotten: requests that are not here any more.
+        forgotten: ids of requests that are not in this replica any more.
         rows: tokens of rows that some rank lacks, by id, int32 [tokens].
         of_requests: ids of each request's rows, in their order.
     """
@@ -44,7 +45,7 @@ class Shelf:
         self._flat: dict[RowIds, np.ndarray] = {}
 
     def __iter__(self) -> Iterator[str]:
-        """The requests."""
+        """Ids of the requests that have rows."""
         return iter(self._of)
 
     def __contains__(self, row: int) -> bool:
@@ -72,7 +73,7 @@ class Shelf:
             self._rows = {row: tokens for row, tokens in self._rows.items() if row in kept}
 
     def ids_of(self, request_id: str) -> RowIds:
-        """Of the request's rows; none where the request is unknown."""
+        """Ids of the request's rows; none where the request is unknown."""
         return self._of.get(request_id, ())
 
     def text_of(self, request_id: str) -> np.ndarray:
