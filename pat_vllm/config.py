@@ -31,7 +31,7 @@ from pat_vllm.policy_config import (
 )
 
 SCHEDULER_CLS = "pat_vllm.scheduler.scheduler.PATScheduler"
-"""vLLM's option in an engine that runs with PAT."""
+"""Value of vLLM's option `scheduler_cls` in an engine that runs with PAT."""
 
 
 def _none_if_auto(value: Any) -> Any:
@@ -43,7 +43,7 @@ class PATConfig(StrictModel):
 
     Attributes:
         layouts: tensor-parallel sizes to keep ready, multiples of `base_tp`. None, or "auto": those
-            that an engine chooses when it starts (`modelled/choice.py`); until then
+            that an engine chooses when it starts (`start/choice.py`); until then
             `base_tp`, its doublings that divide the number of ranks, and the number of ranks.
         base_tp: the smallest tp, in which weights are loaded and to which an idle engine returns.
             None, or "auto": where `layouts` are named, the largest that divides them; else as an

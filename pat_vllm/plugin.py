@@ -1,8 +1,9 @@
 """vLLM's entry point into PAT.
 
-PAT rests on seams that vLLM offers: the executor class, `worker_cls`, `scheduler_cls`, model
-loaders, the KV connector interface and `additional_config`. What it changes beside them is in
-`patches/`.
+A start begins here: vLLM asks for an engine's executor class, and `start/prepare.py` then checks
+and completes the config. PAT rests on seams that vLLM offers: the executor class, `worker_cls`,
+`scheduler_cls`, model loaders, the KV connector interface and `additional_config`. What it changes
+beside them is in `patches/`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ BACKEND = "pat"
 """Value of `distributed_executor_backend` that asks for PAT."""
 
 STANDS_IN_FOR = ("mp", "ray", "uni")
-"""vLLM's own values of it in whose place the option `enabled` puts PAT."""
+"""vLLM's own values of `distributed_executor_backend` that the option `enabled` turns to "pat"."""
 
 _ADVICE = {
     "external_launcher": (
@@ -36,7 +37,7 @@ _ADVICE = {
         "Unsloth do; use the trainer's server mode (TRL: vllm_mode='server' and `vllm serve`)"
     )
 }
-"""What to do instead of a value of it."""
+"""What to do instead, by a value of `distributed_executor_backend` that PAT cannot replace."""
 
 TESTED_VLLM = ("0.31", "0.34")
 """vLLM versions PAT is tested with: from the first, up to but without the second."""
@@ -58,13 +59,13 @@ def register() -> None:
 
 
 def _executor_class(vllm_config: VllmConfig, stock: Callable[[Any], type]) -> type:
-    """The executor class of a config, which is prepared for PAT if PAT is asked for.
+    """Choose the executor class of a config; if it is PAT's, prepare config and process for PAT.
 
-    A layout's copy of a config has been prepared with the engine's. vLLM asks for its class, too,
-    where it copies that again.
+    The workers make a copy of the engine's config for each layout (`worker/layout_config.py`).
+    vLLM asks for the class of such a copy, too; it has been prepared with the engine's config.
 
     Args:
-        stock: vLLM's own choice.
+        stock: vLLM's own function, which chooses the class where PAT is not asked for.
     """
     chosen: type
     _follow_enabled(vllm_config)
@@ -113,7 +114,7 @@ def _follow_enabled(vllm_config: VllmConfig) -> None:
     from pat_vllm.config import PATConfig
     from pat_vllm.executor.launcher import stock_backend
 
-    # Of an engine without PAT the other options are not read.
+    # The other options are not validated here: they do not matter to an engine without PAT.
     enabled = PATConfig.parse({"enabled": options["enabled"]}).enabled
     parallel = vllm_config.parallel_config
     backend: Any = parallel.distributed_executor_backend
@@ -165,9 +166,9 @@ def _warn_of_unread_options(vllm_config: VllmConfig) -> None:
 
 
 def _config_for_loggers(vllm_config: VllmConfig) -> VllmConfig:
-    """The config for which vLLM makes its loggers of statistics: with PAT's metrics if it is PAT's.
+    """The config that vLLM's loggers of statistics get: an engine's with PAT's metrics named in it.
 
-    A process may have other engines, too.
+    The config of an engine without PAT, which the same process may have, is returned as it is.
     """
     from pat_vllm.config import runs_pat
 

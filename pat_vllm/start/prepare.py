@@ -1,6 +1,7 @@
 """How PAT checks and prepares a `VllmConfig`.
 
-Runs in the front end before any worker starts, so that a mistake is a clear error at once.
+`plugin.py` calls `prepare` in the front end before any worker starts, so that a mistake is a clear
+error at once. The engine core and the workers read the result by `Setup.of` (`setup.py`).
 """
 
 from __future__ import annotations
@@ -89,10 +90,11 @@ def _put_in_classes(vllm_config: VllmConfig) -> None:
 
 
 def _hash_blocks_alone(speculative: SpeculativeConfig | None) -> None:
-    """Have a block's hash cover no token behind it, as vLLM 0.33 has it for drafters with weights.
+    """Have a KV block's hash cover the block's own tokens, and none that follow it.
 
-    It does so unless a KV connector is configured. Replicas have one, and the engine core, which
-    hashes, has none: they would take the same hashes for different tokens.
+    From 0.33 on, vLLM has it cover tokens that a drafter with weights reads behind the block, unless
+    a KV connector is configured. PAT's replicas have a connector, and the engine core, which
+    computes the hashes, has none: they would take the same hash for different tokens.
     """
     if speculative is not None and hasattr(speculative, "disable_lookahead_block_hashes"):
         speculative.disable_lookahead_block_hashes = True
@@ -111,8 +113,10 @@ def _choose_attention_backend(attention: AttentionConfig) -> None:
 
 
 def _choose_experts(vllm_config: VllmConfig, options: PATConfig) -> PATConfig:
-    """Of a mixture, cut the experts where kernels are for cut ones only, and take kernels that run
-    experts as they lie.
+    """For a mixture of experts, choose kernels that run experts as layouts share them.
+
+    Where kernels run only experts that are cut over the ranks (vLLM's packed ones on CPU), the
+    option `experts` becomes "tp".
 
     Returns:
         The options with that choice.
@@ -153,7 +157,7 @@ def _choose_layouts(vllm_config: VllmConfig, options: PATConfig) -> None:
     """Put the layouts that the engine keeps ready in its options, where other processes find them,
     and say which."""
     model = vllm_config.model_config
-    if model is None or chosen_of(vllm_config):
+    if model is None or chosen_of(vllm_config):  # no model, or prepared before
         return
     import torch
 
@@ -223,7 +227,7 @@ def _engine_shape(vllm_config: VllmConfig, options: PATConfig) -> EngineShape:
     on_cpu = current_platform.is_cpu()
     flashinfer = backend is not None and backend.name == "FLASHINFER"
     return EngineShape(
-        (),
+        (),  # layouts
         max_num_seqs=scheduler.max_num_seqs,
         max_num_batched_tokens=scheduler.max_num_batched_tokens,
         max_model_len=model.max_model_len,
@@ -240,9 +244,10 @@ def _engine_shape(vllm_config: VllmConfig, options: PATConfig) -> EngineShape:
 
 
 def _check_profile(policy: PolicyConfig) -> None:
-    """Check that a profile that the policy names is whole, where the user hears of it at once.
+    """Check that a profile which the user names is whole: here an error reaches the user at once.
 
-    What engines keep themselves stops none: what cannot be read is set aside by the engine core.
+    Profiles that engines cached themselves are not checked: the engine core sets aside what it
+    cannot read.
     """
     if isinstance(policy, PredictorPolicyConfig) and policy.profile is not None:
         # The scheduler checks that it is this engine's.
@@ -250,6 +255,7 @@ def _check_profile(policy: PolicyConfig) -> None:
 
 
 def _platform_worker() -> str:
+    """Name of vLLM's own worker class for this platform, a key of `WORKER_CLS`."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
@@ -263,6 +269,7 @@ def _platform_worker() -> str:
 
 
 def _check_draft_lengths(setup: Setup) -> None:
+    """Check that a schedule policy names only draft lengths that the engine keeps ready."""
     policy, allowed = setup.options.policy, setup.draft_lengths
     if not isinstance(policy, SchedulePolicyConfig) or not policy.num_speculative_tokens:
         return
@@ -279,6 +286,7 @@ def _check_draft_lengths(setup: Setup) -> None:
 
 
 def _check_heads(vllm_config: VllmConfig, layouts: tuple[Layout, ...]) -> None:
+    """Check that each layout's tp divides, or copies evenly, the heads of the model's layers."""
     model = vllm_config.model_config
     if model is None:
         return

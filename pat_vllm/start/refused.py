@@ -43,9 +43,9 @@ class Rule:
         refused: the option's value in a config if it is refused, else None.
         allowed: what is allowed, and why or what to do instead. "{ranks}" stands for the number of
             the engine's ranks.
-        kind: of a rule about models, which models it is about.
-        mixtures: whether the rule is about mixtures of experts only.
-        linear: whether it is about models with linear attention only.
+        kind: which models a rule about models is about; "" for a rule about an option.
+        mixtures: whether the rule holds for mixtures of experts only.
+        linear: whether the rule holds for models with linear attention only.
     """
 
     option: str
@@ -62,7 +62,7 @@ class Rule:
 
 
 def unsupported(vllm_config: VllmConfig) -> Refused:
-    """Options that PAT cannot serve."""
+    """The options that PAT cannot serve: the name and value of each, and what is allowed."""
     ranks = vllm_config.parallel_config.world_size
     model = facts_of(vllm_config.model_config) if vllm_config.model_config is not None else None
     is_mixture = model is not None and model.is_mixture
@@ -129,12 +129,13 @@ def _variable(name: str, served: Any, why: str = "", **kind: Any) -> Rule:
 
 
 def _numa_bind(vllm_config: VllmConfig) -> Any:
-    """vLLM binds rank r to the node of GPU r."""
+    """True where `numa_bind` is set and wrong: vLLM binds rank r to the NUMA node of GPU r."""
     return True if vllm_config.parallel_config.numa_bind and _moves_ranks(vllm_config) else None
 
 
 def _nic_mapping(vllm_config: VllmConfig) -> Any:
-    """vLLM has rank r use the network card of GPU r, before PAT gives the rank its GPU."""
+    """The mapping, where it is wrong: vLLM gives rank r the network card of GPU r, before PAT gives
+    the rank its GPU."""
     import vllm.envs as envs
 
     mapping = getattr(envs, _NIC_MAPPING, "")  # 0.31 has none
@@ -142,7 +143,7 @@ def _nic_mapping(vllm_config: VllmConfig) -> Any:
 
 
 def _moves_ranks(vllm_config: VllmConfig) -> bool:
-    """Whether a rank has a GPU of another number."""
+    """Whether PAT runs some rank on a GPU of another index than the rank's (`device_of`)."""
     ranks = vllm_config.parallel_config.world_size
     return any(device_of(rank, ranks) != rank for rank in range(ranks))
 
@@ -157,7 +158,8 @@ def _kv_events(vllm_config: VllmConfig) -> Any:
 
 
 def _attention_backend(vllm_config: VllmConfig) -> Any:
-    """`HPC_ATTN` finds its buffers by a layer's name, which the models of all layouts have."""
+    """The backend's name if layouts cannot share its KV. `HPC_ATTN` finds its buffers by a layer's
+    name, which is the same in the models of all layouts."""
     backend = vllm_config.attention_config.backend
     if backend is not None and (backend.name in _PACKED_HEADS or backend.name == "HPC_ATTN"):
         return backend.name
@@ -165,7 +167,8 @@ def _attention_backend(vllm_config: VllmConfig) -> Any:
 
 
 def _images(vllm_config: VllmConfig) -> Any:
-    """Where the limits of all modalities are 0, there is text alone without the option, too."""
+    """False, the value of `language_model_only`, where the model takes more than text. With limits
+    of 0 for all modalities it takes text alone without the option, too."""
     model = vllm_config.model_config
     if model is None or model.multimodal_config is None:
         return None
@@ -174,7 +177,7 @@ def _images(vllm_config: VllmConfig) -> Any:
 
 
 def facts_of(model: ModelConfig) -> ModelFacts:
-    """What rules about models look at."""
+    """The facts of an engine's model that the rules about models (`model_rules.py`) look at."""
     fields = fields_of(model.hf_text_config)
     return ModelFacts(
         model.model,
@@ -188,7 +191,7 @@ def facts_of(model: ModelConfig) -> ModelFacts:
 
 
 def _of_model(rule: ModelRule) -> Rule:
-    """A rule about models, of an engine's."""
+    """A rule about models, as a `Rule` that looks at the model of an engine's config."""
 
     def refused(vllm_config: VllmConfig) -> Any:
         model = vllm_config.model_config
@@ -199,6 +202,7 @@ def _of_model(rule: ModelRule) -> Rule:
 
 _NIC_MAPPING = "VLLM_GPU_NIC_PCIE_MAPPING"
 _KV_DTYPES = ("auto", "float16", "bfloat16", "float32")
+# Reasons that several rules give.
 _ON_GPU = "layouts share weights on the GPU"
 _STAY = "a layout's experts stay where they are"
 
@@ -279,7 +283,8 @@ RULES = (
     _of_model(QUANTIZATION),
     Rule("language_model_only", _images, "True, of a class with a vision tower: its text alone"),
     _only("model_config.multimodal_config.enable_mm_embeds", False),
-    # Of mixtures of experts. What a layer itself shows, `check_experts` refuses.
+    # Rules for mixtures of experts. What only a built layer shows is refused by the workers
+    # (`check_experts` in weights/experts.py).
     _only(
         "parallel_config.enable_expert_parallel",
         False,
@@ -312,7 +317,7 @@ RULES = (
         "in ways that layouts cannot share, or are for quantized ones",
         mixtures=True,
     ),
-    # Of models with linear attention.
+    # Rules for models with linear attention.
     Rule(
         "speculative_config",
         _other_than("speculative_config.method"),

@@ -1,4 +1,8 @@
-"""What an engine's options come to, found out once in each of its processes."""
+"""What an engine's options come to, found out once in each of its processes.
+
+`prepare.py` has written the front end's choices into `additional_config` before; `Setup.of` reads
+them there in the front end, the engine core and the workers.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ if TYPE_CHECKING:
 LAYOUT = "pat_layout"
 """Key in `additional_config` of a layout's copy of the engine's config: the layout's name."""
 CHOSEN = "pat_chosen"
-"""Key in `additional_config` of an engine's config: what was chosen of its layouts, a `Chosen`."""
+"""Key in `additional_config` of an engine's config: how its layouts were chosen, a `Chosen`."""
 
 
 class Chosen(TypedDict, total=False):
@@ -82,7 +86,7 @@ class Setup:
         if speculative is not None:
             schedule = speculative.num_speculative_tokens_per_batch_size
             lengths = draft_lengths(speculative.num_speculative_tokens, schedule)
-            # Model Runner V1's "ngram_gpu" is vLLM's own in any case.
+            # With "ngram_gpu" on Model Runner V1 vLLM's own drafter runs, which has no history.
             if speculative.method == "ngram" or vllm_config.use_v2_model_runner:
                 history_bytes = options.draft_history_bytes
         return cls(
@@ -147,8 +151,9 @@ def resolve_weights(
 
     if options.weights != "auto":
         return options.weights
-    # Kernels must take weights that are columns of larger ones, as CUDA's default ones do.
-    # On CPU, vLLM packs weights for kernels that are faster than those for plain ones.
+    # In place, some shards are columns of a larger matrix, which kernels have to accept: CUDA's
+    # default ones do. On CPU, vLLM packs weights for kernels that are faster than those for plain
+    # weights.
     default_kernels = vllm_config.kernel_config.linear_backend == "auto"
     return "inplace" if current_platform.is_cuda() and default_kernels else "materialized"
 
