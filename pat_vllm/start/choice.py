@@ -1,8 +1,9 @@
 """Which layouts an engine keeps ready where its user does not say. Pure.
 
-Where the GPU is known, the engine's own planner plans a batch in each set of layouts that may be
-kept, by modelled step and switch times and with the KV cache that the set leaves. Where the GPU is
-not known, a rule decides by memory. The same in an engine's front end, `advise` and `doctor`.
+Where the GPU is known, the engine's own planner plans the expected batch (`load.py`) in each set of
+layouts that may be kept, by modelled step and switch times (`modelled/roofline.py`) and with the KV
+cache that the set leaves (`memory_estimate.py`). Where the GPU is not known, a rule decides by
+memory. An engine's front end (`prepare.py`), `advise` and `doctor` all choose by it.
 """
 
 from __future__ import annotations
@@ -26,21 +27,24 @@ from pat_vllm.start.load import Load
 from pat_vllm.start.memory_estimate import RankMemory, estimate, static_engine
 
 _MOST_COMPILES = 5
-"""Compiled ranges of batch sizes: one of tp=1, two of others, of which stock vLLM has two."""
+"""The most ranges of batch sizes that an engine compiles for all its layouts together. vLLM has one
+for tp=1, and two for any other tp, where it fuses all-reduces with norms in small batches."""
 _EARNS = 0.012
-"""Share of a batch's time that a further layout saves at least: it is compiled, and has graphs. And
-that one layout alone, with all memory to itself, saves at least against several, which adapt to
-another load than is expected."""
+"""Share of a batch's time that a further layout has to save, as it costs compilation and graphs.
+One layout alone, with all memory to itself, has to save as much against several, as these adapt if
+the load is not the expected one."""
 _LEAVE = 0.9
-"""Share of a layout's KV that further ones leave it; with less they have to earn what they take."""
+"""Share of the KV cache of one layout alone that is enough beside further layouts. If they leave
+less and a batch may need more, it is they that have to save `_EARNS`."""
 _LARGEST_WEIGHTS = 0.3
-"""Of a device's memory, where the device is not known."""
+"""Share of a device's memory that weights may take where the device's speed is not known."""
 _FAR_LESS = 0.5
-"""KV beside the most that a static layout has, below which a user is warned of what he has named,
-and further layouts are not kept where the device is not known."""
+"""Share of the KV cache of the roomiest static engine. Below it a user is warned of the base layout
+that he has named, and where the device's speed is not known no further layouts are kept."""
 _MARGIN = 0.04
-"""Of a device's memory, by which an engine may find less for KV than is computed: 2.8% on one H100
-(`benchmarks/results/2026-11-26-h100.md`), and vLLM's graphs may take more than it estimates."""
+"""Share of a device's memory by which an engine may find less for KV than is computed: 2.8% on one
+H100 (`benchmarks/results/2026-11-26-h100.md`), and vLLM's graphs may take more than it estimates.
+"""
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,7 @@ class Choice:
         found: what was chosen, what it leaves for KV, and how to choose otherwise, in a line.
         warning: that there is too little memory, or one layout only; None: neither is so.
         more_room: options with which a rank has more memory for KV, as "name ... or ...".
-        link: of the devices; None: not known.
+        link: what connects the devices; None: not known.
     """
 
     layouts: tuple[Layout, ...]
@@ -65,7 +69,7 @@ class Choice:
 
     @property
     def options(self) -> dict[str, Any]:
-        """As options of PAT's."""
+        """The choice as options of PAT's, `base_tp`, `layouts` and `experts`."""
         sizes = [layout.tp for layout in self.layouts]
         experts = {} if self.experts is None else {"experts": self.experts}
         return {"base_tp": sizes[0], "layouts": sizes, **experts}
@@ -85,9 +89,11 @@ def choose(
 
     Args:
         model_config: contents of the model's `config.json`.
+        pat: PAT's options.
         engine: its other options; `layouts`, `experts`, `pat` and `link` are not looked at.
-        device: that of each rank; None: nothing is known of it.
-        load: what is expected.
+        ranks: number of the engine's ranks.
+        device: what each rank runs on; None: nothing is known of it.
+        load: the batch that is expected.
 
     Raises:
         ValueError: as `PATConfig.resolve_layouts`.
@@ -95,7 +101,7 @@ def choose(
     mixture = MoEConfig.from_config(model_config)
     try:
         model = ModelSize.of(model_config, dtype_bytes)
-    except ValueError:  # of a kind whose sizes are not known
+    except ValueError:  # its kind is one whose sizes are not known
         model = None
     link = None if device is None else link_of(device)
     engine = replace(engine, pat=pat, link=link)
@@ -132,13 +138,14 @@ def choose(
 
 
 def _chosen(layouts: Sequence[Layout], how: str) -> str:
+    """The line that tells a user which layouts were chosen, and how."""
     names = ", ".join(map(str, layouts))
     return f"layouts {names}, {how} (pat.base_tp, pat.layouts and pat.experts choose others)"
 
 
 @dataclass(frozen=True)
 class _Search:
-    """Sets of tps, ascending."""
+    """The sets of layouts among which to choose. `sizes` are the tps of such a set, ascending."""
 
     pat: PATConfig
     engine: EngineShape
@@ -149,7 +156,8 @@ class _Search:
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Among which layouts are chosen: doublings, and all ranks, as far as the model allows."""
+        """All tps that a layout may have: doublings, the number of ranks and tps that the options
+        name, as far as they divide the ranks and the model."""
         named = self.pat.base
         sizes = {self.ranks, *(named << i for i in range(self.ranks.bit_length()))}
         sizes |= {*self.pat.policy_tps(), *(self.pat.layouts or ())}
@@ -159,7 +167,8 @@ class _Search:
         return tuple(tp for tp in divisors if self.model.divides(tp)) or tuple(divisors)
 
     def sets(self) -> Iterator[tuple[int, ...]]:
-        """Those that may be kept, a narrow base layout first; the first is the usual one.
+        """The sets that may be kept, those with a narrow base layout first. The first is the usual
+        one: the base layout, the widest, and what lies in the middle.
 
         Raises:
             ValueError: as `PATConfig.resolve_layouts` and `PATConfig.resolve_experts`.
@@ -176,9 +185,9 @@ class _Search:
             wider = [tp for tp in self.sizes if tp % base == 0 and tp > base]
             if any(tp % base for tp in needed):
                 continue
-            ends = {base, *wider[-1:], *needed}
+            ends = {base, *wider[-1:], *needed}  # in every set of this base that has several
             between = [tp for tp in wider if tp not in ends]
-            # What lies in the middle comes first.
+            # One of the others may be added; what lies in the middle comes first.
             middle = between[len(between) // 2 :][:1]
             between = [*middle, *(tp for tp in between if tp not in middle)]
             compiles = sum(1 if tp == 1 else 2 for tp in ends)
@@ -194,6 +203,7 @@ class _Search:
             yield self.sizes
 
     def _possible(self, sizes: Sequence[int]) -> bool:
+        """Whether the experts of the model can lie in all of these layouts."""
         try:
             self.experts(sizes)
         except ValueError:
@@ -213,6 +223,7 @@ class _Search:
         return self.pat.resolve_experts(self.mixture, self.layouts(sizes))
 
     def memory(self, sizes: Sequence[int]) -> RankMemory:
+        """What a rank takes, and has left for KV, in an engine with these layouts."""
         assert self.device is not None
         return self._memory(sizes, self.device)
 
@@ -222,14 +233,14 @@ class _Search:
         return estimate(self.model, replace(self.engine, layouts=layouts, experts=experts), device)
 
     def memory_alone(self, tp: int) -> RankMemory:
-        """Of a static engine."""
+        """What a rank of a static engine of this tp takes, and has left for KV."""
         assert self.model is not None and self.device is not None
         engine = static_engine(self.engine, Layout.of(tp, self.ranks))
         return estimate(self.model, engine, self.device)
 
     def fits(self, sizes: Sequence[int]) -> bool:
-        """Whether the base layout holds a request of `max_model_len`, also where less is left for
-        KV than is computed."""
+        """Whether the base layout holds the KV of a request of `max_model_len` tokens, even if the
+        device has `_MARGIN` less memory."""
         assert self.device is not None
         left = replace(self.device, memory=int((1 - _MARGIN) * self.device.memory))
         memory = self._memory(sizes, left)
@@ -237,7 +248,11 @@ class _Search:
         return room and memory.kv_tokens[sizes[0]] >= self.engine.max_model_len
 
     def warning(self, sizes: Sequence[int], most: int) -> str | None:
-        """That the base layout leaves too little for KV."""
+        """A warning if the base layout leaves too little for KV, else None.
+
+        Args:
+            most: bytes for KV on a rank of the roomiest static engine.
+        """
         memory = self.memory(sizes)
         base, tokens = sizes[0], memory.kv_tokens[sizes[0]]
         room = f"pat.base_tp={base} leaves {gib(memory.kv)} for KV beside weights"
@@ -294,7 +309,7 @@ class _Search:
         """The choice where no times can be modelled: by what weights take and KV keeps.
 
         Args:
-            most_kv: bytes for KV of a static engine.
+            most_kv: bytes for KV on a rank of the roomiest static engine.
         """
         assert self.device is not None
         most = _LARGEST_WEIGHTS * self.device.memory
@@ -306,19 +321,20 @@ class _Search:
         return max(roomy or sets, key=lambda sizes: self.memory(sizes).kv)
 
     def fastest(self, sets: Sequence[tuple[int, ...]], gpu: Gpu, load: Load) -> tuple[int, ...]:
-        """The one with fewest layouts of those that are about as fast as the fastest."""
+        """The set with the fewest layouts among those within `_EARNS` of the fastest set's time."""
         seconds = {sizes: self._seconds(sizes, gpu, load) for sizes in sets}
         several = [sizes for sizes in sets if len(sizes) > 1]
         alone = [sizes for sizes in sets if len(sizes) == 1]
         if several and alone:
             best, only = (min(group, key=seconds.__getitem__) for group in (several, alone))
-            # What one layout alone takes beside several, in batches that may come.
+            # Time of the best single layout over that of the best several, in smaller batches.
             ratios = [
                 self._seconds(only, gpu, part) / self._seconds(best, gpu, part)
                 for part in load.smaller()
             ]
             share = sum(ratios, seconds[only] / seconds[best]) / (1 + len(ratios))
-            # Where KV is short, memory that further layouts take is what a batch waits for.
+            # Requests wait for KV where further layouts leave less than a batch needs (at most
+            # `_LEAVE` of what the base layout alone would have): then several have to save time.
             most = min(load.most_tokens, _LEAVE * self._room(best[:1]))
             short = self._room(best) < most and not load.at_most
             if share * (1 + (-_EARNS if short else _EARNS)) < 1:
@@ -336,6 +352,7 @@ class _Search:
         return self.memory(sizes).kv_tokens[sizes[0]] * (self.ranks // sizes[0])
 
     def _seconds(self, sizes: Sequence[int], gpu: Gpu, load: Load) -> float:
+        """Modelled seconds of a batch in an engine with these layouts, by the best plan."""
         assert self.model is not None
         machine = Machine(self.model, gpu, self.experts(sizes))
         layouts, room = self.layouts(sizes), self.memory(sizes).kv_tokens

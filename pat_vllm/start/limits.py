@@ -25,7 +25,7 @@ takes seconds, in which nobody decodes. A prompt takes as long in several short 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a replica runs at once, in requests and in tokens of a step; vLLM's names."""
+    """What a replica runs at once: requests, and tokens of a step. The names are vLLM's."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -46,18 +46,18 @@ def layout_limits(
 
     Args:
         given: the engine's own, for a rank or for a replica (`PATConfig.limits_per`).
-        tokens_per_seq: of a request that decodes; more than 1 with speculative decoding. A step
-            has tokens for all requests, where the engine's own limits have.
+        tokens_per_seq: tokens in a step of each request that decodes; more than 1 with speculative
+            decoding. `MOST_BATCHED_TOKENS` does not keep any request out of a step.
         link: what connects the engine's GPUs; None: not known.
     """
     if config.limits_per == "replica":
         return given
     enters_with = config.largest_batch(layout)
-    enough = MOST_SEQS if enters_with is None else min(MOST_SEQS, enters_with)
-    seqs = min(layout.tp * given.max_num_seqs, max(given.max_num_seqs, enough))
-    most = 0 if link == "pcie" else MOST_BATCHED_TOKENS
-    enough = max(given.max_num_batched_tokens, most, seqs * tokens_per_seq)
-    return Limits(seqs, min(layout.tp * given.max_num_batched_tokens, enough))
+    most_seqs = MOST_SEQS if enters_with is None else min(MOST_SEQS, enters_with)
+    seqs = min(layout.tp * given.max_num_seqs, max(given.max_num_seqs, most_seqs))
+    most_tokens = 0 if link == "pcie" else MOST_BATCHED_TOKENS
+    enough_tokens = max(given.max_num_batched_tokens, most_tokens, seqs * tokens_per_seq)
+    return Limits(seqs, min(layout.tp * given.max_num_batched_tokens, enough_tokens))
 
 
 def narrower_limit(given: int | None, layout: Layout, limit: int, config: PATConfig) -> int | None:
@@ -65,7 +65,7 @@ def narrower_limit(given: int | None, layout: Layout, limit: int, config: PATCon
 
     Args:
         given: the engine's own; None: there is none.
-        limit: of the layout, below which it stays.
+        limit: the layout's, which the result does not exceed.
     """
     if given is None:
         return None

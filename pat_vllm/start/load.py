@@ -1,4 +1,4 @@
-"""The load for which an engine chooses its layouts. Pure."""
+"""The load for which an engine chooses its layouts (`choice.py`). Pure but for a file it reads."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from pat_vllm.predictor.whole_batch import Batch, acceptance_of_each
 from pat_vllm.start.buffers import EngineShape
 
 _USUAL_SEQS = 256
-"""Requests of a rank that are expected at most; a larger `max_num_seqs` is vLLM's default on large
-GPUs, and says little of the load."""
+"""The most requests that are expected for each rank; a larger `max_num_seqs` is vLLM's default on
+large GPUs, and says little of the load."""
 _MAX_TOKENS, _PROMPT_TOKENS = 16384, 256
-"""The longest response, and a prompt, where nothing is known of them."""
+"""Tokens of the longest response, and of each prompt, where nothing is known of them."""
 _EXPECTED = 4096
-"""Responses that stand for what an engine has learnt."""
+"""Number of response lengths that are drawn from what an engine has learnt."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Load:
     """A batch that is expected.
 
     Attributes:
-        responses: of all ranks.
-        lengths: tokens of responses, some or all of them.
-        num_prompt_tokens: of each.
+        responses: number of responses, of all ranks together.
+        lengths: tokens of some or all of the responses; `batch` repeats them for the rest.
+        num_prompt_tokens: tokens of each prompt.
         acceptance: mean probability that a draft token is accepted if those before it were.
         at_most: whether there may be fewer responses.
     """
@@ -46,7 +46,8 @@ class Load:
 
     @classmethod
     def usual(cls, max_num_seqs: int, ranks: int, max_model_len: int) -> Load:
-        """Where nothing is known: as many requests as `max_num_seqs` says for each rank."""
+        """The load where nothing is known: `max_num_seqs` requests for each rank, at most
+        `_USUAL_SEQS`, with response lengths as DeepScaleR has them (`modelled/shapes.py`)."""
         responses = ranks * min(max_num_seqs, _USUAL_SEQS)
         most = max(1, min(_MAX_TOKENS, max_model_len - _PROMPT_TOKENS))
         return cls(
@@ -54,13 +55,14 @@ class Load:
         )
 
     def smaller(self) -> list[Load]:
-        """Where this is the most that may come: a half, and so on down to a sixteenth of it."""
+        """Loads of a half, a quarter, an eighth and a sixteenth of the responses; none, unless this
+        load is the most that may come (`at_most`)."""
         halves = (self.responses >> power for power in range(1, 5)) if self.at_most else ()
         return [replace(self, responses=half) for half in halves if half]
 
     @property
     def batch(self) -> Batch:
-        """The requests."""
+        """The load as a batch of the planner's."""
         return Batch(
             np.full(self.responses, self.num_prompt_tokens),
             np.resize(np.asarray(self.lengths, np.int64), self.responses),
@@ -69,15 +71,16 @@ class Load:
 
     @property
     def most_tokens(self) -> int:
-        """What all hold when they hold the most, if none waits and all are equally fast."""
+        """Tokens of KV that all requests hold together when they hold the most, if none waits and
+        all are equally fast."""
         lengths = np.sort(self.batch.lengths)
-        live = np.arange(self.responses, 0, -1)
+        live = np.arange(self.responses, 0, -1)  # when the i-th shortest is about to end
         return int((live * (self.num_prompt_tokens + lengths)).max(initial=0))
 
 
 def learnt_lengths(path: Path) -> tuple[int, ...]:
-    """Tokens of some responses, as an engine would expect them by what it has kept; none if it has
-    seen none.
+    """Response lengths in tokens, drawn from what an engine has kept in a file; none if it has seen
+    no response.
 
     Raises:
         ValueError: the file cannot be read.
@@ -90,8 +93,9 @@ def learnt_lengths(path: Path) -> tuple[int, ...]:
 
 
 def expected_load(pat: PATConfig, engine: EngineShape, ranks: int) -> Load:
-    """As many requests as an engine's limits let one expect, as long as what it has kept says, if
-    that can be read. The engine core sets aside what cannot."""
+    """The load to expect of an engine: as many requests as `Load.usual`, with the lengths that its
+    `state_dir` tells. Without such a file, or with one that cannot be read (the engine core sets it
+    aside), the lengths are the usual ones, too."""
     load = Load.usual(engine.max_num_seqs, ranks, engine.max_model_len)
     if pat.state_dir is not None and (kept := Path(pat.state_dir) / learned_state.NAME).exists():
         with contextlib.suppress(FileError):
