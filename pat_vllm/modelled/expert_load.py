@@ -16,15 +16,15 @@ from pat_vllm.models.layer_sizes import ExpertSizes
 from pat_vllm.predictor.state import Floats
 
 _LAYERS = 64
-"""Drawn layers. The mean of the busiest rank's share is known to about a percent."""
+"""Number of drawn layers: the mean of the busiest rank's share is known to about a percent."""
 
 
 class ExpertLoad(NamedTuple):
-    """Of one rank, in one layer.
+    """What falls to one rank in one layer.
 
     Attributes:
-        hot: experts that some token goes to.
-        work: pairs of a token and one of its experts.
+        hot: number of experts that some token goes to.
+        work: number of pairs of a token and one of its experts.
     """
 
     hot: float
@@ -32,7 +32,7 @@ class ExpertLoad(NamedTuple):
 
 
 def hot_experts(experts: ExpertSizes, tokens: Floats) -> Floats:
-    """Experts of a layer that at least one of so many tokens goes to, in the mean."""
+    """Mean number of a layer's experts that at least one of so many tokens goes to."""
     return experts.count * (1 - (1 - experts.per_token / experts.count) ** tokens)
 
 
@@ -49,7 +49,7 @@ def _drawn(experts: ExpertSizes, ranks: int) -> tuple[Floats, tuple[int, ...]]:
 
 @lru_cache(maxsize=4096)
 def busiest(experts: ExpertSizes, tokens: int, ranks: int) -> ExpertLoad:
-    """What falls to the rank with most, where the experts are spread, in the mean."""
+    """What falls to the rank with most, where whole experts are spread: the mean over layers."""
     # The same random numbers for all token counts: with more tokens no rank has less.
     uniform, first = _drawn(experts, ranks)
     share = experts.per_token / experts.count
@@ -57,6 +57,6 @@ def busiest(experts: ExpertSizes, tokens: int, ranks: int) -> ExpertLoad:
     mean = np.diff(first) * share
     random = np.random.default_rng((experts.count, experts.per_token, ranks))
     off = random.standard_normal((_LAYERS, ranks)) * np.sqrt(mean * (1 - share))
-    off -= off.mean(axis=1, keepdims=True)  # every token goes to as many
+    off -= off.mean(axis=1, keepdims=True)  # every token goes to as many, so the sum is given
     work = np.clip(tokens * mean + tokens**0.5 * off, 0.0, tokens * experts.per_token)
     return ExpertLoad(float(hot.max(axis=1).mean()), float(work.max(axis=1).mean()))

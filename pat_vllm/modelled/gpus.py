@@ -11,7 +11,7 @@ Link = Literal["nvlink", "pcie"]
 MiB = 1 << 20
 GiB = 1 << 30
 _NEAR = 0.03
-"""By which the memory of a GPU may differ from that of its kind."""
+"""Share of its memory by which a GPU may differ from the row of `GPUS` that it is taken for."""
 
 
 def gib(size: int) -> str:
@@ -62,12 +62,13 @@ NODE_SIZE = 8
 """GPUs of a node; tensor parallelism does not span nodes."""
 
 _PCIE4, _PCIE5 = 25e9, 50e9
-"""PCIe 4.0 x16 has 31.5 GB/s per direction; copies between GPUs reach about 25. Twice with 5.0."""
+"""Bytes per second and direction that copies between GPUs reach: about 25 of the 31.5 GB/s of PCIe
+4.0 x16, and twice that with 5.0."""
 _BRIDGE = 56e9
-"""Of an NVLink bridge between two cards, as NVIDIA's A40 datasheet has it."""
+"""Bytes per second and direction of an NVLink bridge between two cards (NVIDIA's A40 datasheet)."""
 _KEPT = 512 * MiB
-"""Of what NVML says of a GPU's memory, the driver keeps about so much; an assumption. `nvidia-smi
--q` calls it reserved: published logs have 0.33 (RTX 4090) to 0.85 GiB (A100)."""
+"""Bytes that the driver keeps of the memory that NVML tells; an assumption. `nvidia-smi -q` calls
+them reserved: published logs have 0.33 (RTX 4090) to 0.85 GiB (A100)."""
 
 
 def _nvidia(
@@ -80,10 +81,10 @@ def _nvidia(
     link_bandwidth: float,
     source: str,
 ) -> tuple[str, Gpu]:
-    """A row of the table.
+    """A row of `GPUS`.
 
     Args:
-        mib: memory as NVML and `nvidia-smi` tell it.
+        mib: memory in MiB, as NVML and `nvidia-smi` tell it.
     """
     device = Device(mib * MiB - _KEPT, capability, name, link)
     figures = terabytes * 1e12, teraflops * 1e12, link, link_bandwidth
@@ -91,7 +92,7 @@ def _nvidia(
 
 
 def _amd(name: str, mib: int, terabytes: float, teraflops: float) -> tuple[str, Gpu]:
-    """Seven links of Infinity Fabric, one to each other GPU of a node."""
+    """A row of `GPUS` for AMD: seven links of Infinity Fabric, one to each other GPU of a node."""
     device = Device(mib * MiB, "9.4", name, "nvlink")
     figures = terabytes * 1e12, teraflops * 1e12
     return name, Gpu(device, *figures, "nvlink", 7 * 64e9, f"AMD {name} datasheet")
@@ -128,7 +129,7 @@ GPUS: Mapping[str, Gpu] = dict(
         _nvidia("RTX 4090", 24564, "8.9", 1.008, 165.2, "pcie", _PCIE4, "Ada whitepaper"),
         _nvidia("RTX 5090", 32607, "12.0", 1.792, 209.5, "pcie", _PCIE5, "GB202 whitepaper"),
         _amd("MI300X", 196592, 5.3, 1307.4),
-        # Of its memory, the datasheet's 256 GB; what the driver says is not known.
+        # Its memory is the datasheet's 256 GB; what the driver says is not known.
         _amd("MI325X", 262144, 6.0, 1307.4),
     )
 )
@@ -151,8 +152,8 @@ def gpu_named(name: str) -> str:
 def known_gpu(device: Device) -> Gpu | None:
     """The public figures of a device, with its own memory and link; None: it is not known.
 
-    Of one that is not in the table, the driver knows the memory's bandwidth. Its operations per
-    byte are taken for those of a known GPU of its compute capability, the one in the middle.
+    For a device that is not in `GPUS`, the driver tells the memory's bandwidth. Its operations per
+    byte are taken to be those of the known GPUs of its compute capability, at their median.
     """
     words = _words(device.name)
     alike = [gpu for gpu in GPUS.values() if gpu.device.capability == device.capability]
@@ -185,7 +186,7 @@ def link_of(device: Device) -> Link | None:
 
 
 def _linked(gpu: Gpu) -> Gpu:
-    """With the link that its driver sees."""
+    """A GPU with the link that its driver sees, in place of its kind's usual one."""
     link = gpu.device.link
     if link is None or link == gpu.link:
         return gpu
@@ -194,4 +195,5 @@ def _linked(gpu: Gpu) -> Gpu:
 
 
 def _words(name: str) -> frozenset[str]:
+    """The words of a GPU's name in capitals, such as "RTX" and "4090"."""
     return frozenset(re.findall(r"[A-Z0-9]+", name.upper()))

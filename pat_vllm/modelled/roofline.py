@@ -34,14 +34,14 @@ OVERLAP = 2.3
 this q. An infinite q would be the longer of the two, 1 their sum. Fitted."""
 
 STEP_OVERHEAD = 1.25e-3
-"""Seconds of scheduling, sampling and output handling per step that the GPU waits for: fitted."""
+"""Seconds per step in which the GPU waits for scheduling, sampling and output handling: fitted."""
 
 SAMPLED_TOKEN = 5.3e-6
 """Seconds more per token sampled, of a vocabulary of 152 thousand: fitted, to torch's sampling."""
 
 KERNELS_PER_LAYER = 5
-KERNEL_OVERHEAD = 4e-6
-"""Per layer five kernels are too small for the roofline (two norms, rotary embedding and cache
+KERNEL_OVERHEAD = 4e-6  # seconds
+"""In each layer five kernels are too small for the roofline (two norms, rotary embedding and cache
 write, activation, combining of attention splits): 3-5 microseconds each, in a CUDA graph."""
 
 EXPERT_KERNELS = 4
@@ -88,7 +88,7 @@ class Machine:
     """A model on GPUs of one kind; sizes in bytes, times in seconds.
 
     Attributes:
-        experts: how the experts of a mixture lie.
+        experts: how the experts of a mixture lie (`layout.Experts`); None: there are none.
         drafting: seconds that a drafter adds to a step in which it runs; an assumption.
     """
 
@@ -169,7 +169,7 @@ class Machine:
         return np.asarray(working + communicating + overheads)
 
     def moved(self, source: Layout, target: Layout) -> float:
-        """KV bytes per token that change ranks, over all ranks."""
+        """Bytes of KV per token that change ranks, over all ranks."""
         heads = self.model.kv_heads
         return self.model.kv_bytes_per_token(1) / heads * _moved_heads(source, target, heads)
 
@@ -183,8 +183,9 @@ class Machine:
     def moved_experts(self, source: Layout, target: Layout, base: Layout) -> float:
         """Number of experts' weights that move within a rank, from one layout to another.
 
-        Where experts are cut, those rows of a rank's part come to gate's that are up's, and as many
-        leave. Where they are whole, and in the base layout, they lie as they were loaded.
+        A cut expert's part has rows of gate and up, which lie apart in the loaded weight: rows of
+        up move next to those of gate, and as many make room. Whole experts, and those of the base
+        layout, lie as they were loaded.
         """
         if self.model.experts is None or self.experts == "ep":
             return 0.0

@@ -1,4 +1,4 @@
-"""Response lengths of made-up batches. Pure.
+"""Response lengths of made-up batches, in tokens, for expected loads and for advice. Pure.
 
 A length equal to `max_tokens` is a response that ran into it.
 """
@@ -12,8 +12,8 @@ import numpy as np
 from pat_vllm.predictor.state import Floats, Ints
 
 _DEEPSCALER = 1443.0, 1.406
-"""Median and sigma of the only log-normal distribution of which 10.85% is longer than 8192 tokens
-and 2.19%, that is 2.8 of 128, than 24576, as the PAT paper reports of DeepScaleR."""
+"""Median in tokens and sigma of the only log-normal distribution of which 10.85% is longer than
+8192 tokens and 2.19%, that is 2.8 of 128, than 24576, as the PAT paper reports of DeepScaleR."""
 
 
 def _lognormal(random: np.random.Generator, count: int, median: float, sigma: float) -> Floats:
@@ -21,8 +21,8 @@ def _lognormal(random: np.random.Generator, count: int, median: float, sigma: fl
 
 
 def _two_mode(random: np.random.Generator, count: int, most: int) -> Floats:
-    """Like reasoning: log-normal ones, and a tenth that ends in the last third before `most`, or
-    runs into it."""
+    """Lengths as of reasoning: log-normal, but for a tenth, which ends in the last third before
+    `most` or runs into it."""
     usual = _lognormal(random, count, most / 16, 0.6)
     late = most * random.uniform(2 / 3, 2 / 3 + 1 / 3 / 0.9, count)
     return np.where(random.random(count) < 0.1, late, usual)
@@ -33,7 +33,7 @@ def _between(random: np.random.Generator, count: int, least: int, most: int) -> 
 
 
 def _straggler(random: np.random.Generator, count: int, most: int) -> Floats:
-    """All within 5% of a sixteenth but one, at a random place, which is the longest."""
+    """All are within 5% of a sixteenth of `most` but one, at a random place, which has `most`."""
     drawn = max(1, most // 16) * random.uniform(0.95, 1.05, count)
     drawn[random.integers(count)] = most
     return drawn

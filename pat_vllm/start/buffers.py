@@ -1,8 +1,8 @@
 """What vLLM's model runners keep allocated, and what of it layouts share. Pure.
 
 Sizes are those of vLLM 0.32: `v1/worker/gpu_model_runner.py` and `gpu_input_batch.py` (V1),
-`v1/worker/gpu/` (V2). Named are buffers of more than 5 MiB in an engine of a model of 8 to 32
-billion parameters; what is smaller is summed up by request and by token.
+`v1/worker/gpu/` (V2). Each buffer is counted that has more than 5 MiB in an engine of a model of 8
+to 32 billion parameters; what is smaller is summed up by request and by token.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ from pat_vllm.models.model_size import ModelSize
 from pat_vllm.start.limits import Limits, layout_limits
 
 FLASHINFER_WORKSPACE = 394 * MiB
-"""The least that FlashInfer's attention takes (`VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE`)."""
+"""Bytes that FlashInfer's attention takes at least (`VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE`)."""
 _FLASHINFER_BYTES_PER_ELEMENT = 16
+"""Bytes of its workspace for each element of a step's queries, where that is more."""
 _SAMPLING = 4 * (4 * 1024 + 3 * 128)
-"""Of a request (V2): its allowed and biased tokens and those of bad words, at most 1024 of each;
-its stop tokens, ends of bad words and tokens to score, at most 128 of each."""
-_OF_TOKEN = 40
-"""Of a token of a step: its id, position, slot and the like."""
+"""Bytes for a request's sampling (V2), 4 for each token: allowed tokens, biased ones with their
+biases and those of bad words, at most 1024 of each; stop tokens, ends of bad words and tokens to
+score, at most 128 of each."""
+_TOKEN_BYTES = 40
+"""Bytes for a token of a step: its id, position, slot and the like."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +33,9 @@ class EngineShape:
     """The options of an engine that memory depends on; vLLM's names where it has them.
 
     Attributes:
-        layouts: the base layout first; of a static engine, its one.
-        pat: PAT's options; those of them that limits depend on.
-        kv_cache_memory_bytes: of a rank; in place of what `gpu_memory_utilization` leaves.
+        layouts: the base layout first; a static engine has one.
+        pat: PAT's options, of which the limits depend on some.
+        kv_cache_memory_bytes: a rank's KV cache, in place of what `gpu_memory_utilization` leaves.
         enforce_eager: there are no CUDA graphs.
         runner: vLLM's model runner, V2 by default on CUDA.
         weights, experts: PAT's options, resolved.
@@ -71,9 +73,9 @@ class Buffer:
     """Something that a model runner allocates once. Bytes.
 
     Attributes:
-        device: on the device.
-        pinned: host memory that the device can read. Where there is some of both, one is a copy of
-            the other.
+        device: memory of the device.
+        pinned: host memory that the device can read. If a buffer has both, one is a copy of the
+            other.
         pageable: other host memory.
         shared: the layouts have it in common; the largest counts.
         with_kv: allocated with the KV cache, after vLLM has measured what a layout takes.
@@ -87,7 +89,7 @@ class Buffer:
 
     @property
     def on_cpu(self) -> int:
-        """What it takes where the device is the CPU, which needs no copy."""
+        """Bytes that it takes where the device is the CPU, which needs no copy."""
         return max(self.device, self.pinned) + self.pageable
 
 
@@ -96,19 +98,20 @@ def runner_buffers(model: ModelSize, engine: EngineShape, layout: Layout) -> lis
     limits = engine.limits(layout)
     seqs, tokens = limits.max_num_seqs, limits.max_num_batched_tokens
     drafts = engine.num_speculative_tokens
+    # Ids of tokens and of blocks have 4 bytes.
     token_ids = 4 * seqs * engine.max_model_len
     table = 4 * seqs * -(-engine.max_model_len // engine.block_size)
-    small = _OF_TOKEN * tokens
+    small = _TOKEN_BYTES * tokens
     if engine.runner == "V2":
         mask = -(-model.vocab // 32)
         buffers = [
-            # A drafter on the device has them there.
+            # Token ids, which a drafter reads on the device.
             Buffer(token_ids if drafts else 0, 0 if drafts else token_ids, shared=True),
             # Penalties: a counter and a bit for each token of the vocabulary.
             Buffer(4 * seqs * (model.vocab + mask), shared=True),
             # The bitmask of grammars.
             Buffer(4 * seqs * (1 + drafts) * mask, shared=True),
-            # Of all requests, and of those of a step.
+            # Two block tables: of all requests, and of those of a step.
             Buffer(2 * table, with_kv=True),
             Buffer(seqs * _SAMPLING + small),
         ]
@@ -128,13 +131,13 @@ def runner_buffers(model: ModelSize, engine: EngineShape, layout: Layout) -> lis
     if size := model.latent_workspace_bytes(engine.max_model_len, seqs, engine.block_size):
         buffers.append(Buffer(size, shared=True, with_kv=True))
     if size := model.expert_workspace_bytes(layout.tp, engine.experts == "ep", tokens):
-        # A process has one, which grows until the first graph is captured.
+        # A process has one workspace for experts, which grows until the first graph is captured.
         buffers.append(Buffer(0 if engine.attention == "CPU_ATTN" else size, shared=True))
     return buffers
 
 
 def all_buffers(model: ModelSize, engine: EngineShape) -> list[list[Buffer]]:
-    """Of each layout, what it has to itself; the base layout's list has what is shared, too."""
+    """Buffers that each layout has to itself; the base layout's list has the shared ones, too."""
     every = [runner_buffers(model, engine, layout) for layout in engine.layouts]
     # The runners of all layouts make the same buffers, in the same order.
     shared = [

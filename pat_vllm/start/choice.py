@@ -40,7 +40,8 @@ _LARGEST_WEIGHTS = 0.3
 """Share of a device's memory that weights may take where the device's speed is not known."""
 _FAR_LESS = 0.5
 """Share of the KV cache of the roomiest static engine. Below it a user is warned of the base layout
-that he has named, and where the device's speed is not known no further layouts are kept."""
+that he has named, and where the device's speed is not known, several layouts with heavy weights are
+not kept."""
 _MARGIN = 0.04
 """Share of a device's memory by which an engine may find less for KV than is computed: 2.8% on one
 H100 (`benchmarks/results/2026-11-26-h100.md`), and vLLM's graphs may take more than it estimates.

@@ -11,11 +11,12 @@ logger = logging.getLogger(__name__)
 
 
 def found_device(ranks: int, index: int = 0) -> Device | None:
-    """What a rank of an engine has; on CPU, its part of the host's memory. None: nothing is known.
+    """What a rank of an engine runs on; on CPU, its part of the host's memory. None: nothing is
+    known.
 
     Args:
-        ranks: of the engine, on the first GPUs that the process sees.
-        index: of the GPU among these.
+        ranks: number of the engine's ranks, which have the first GPUs that the process sees.
+        index: which of these GPUs to look at.
     """
     from vllm.platforms import current_platform as platform
 
@@ -27,7 +28,7 @@ def found_device(ranks: int, index: int = 0) -> Device | None:
             return Device(memory // ranks)
         found = platform.get_device_capability(index)
         name = platform.get_device_name(index)
-    except Exception as error:  # of the driver's library, whichever that is
+    except Exception as error:  # the driver's library raises its own, whichever that is
         logger.debug("PAT: nothing is known of the devices' memory: %s", error)
         return None
     capability = "" if found is None else found.as_version_str()
@@ -40,7 +41,7 @@ def found_device(ranks: int, index: int = 0) -> Device | None:
 
 
 def _by_nvml(physical: int) -> tuple[int, float]:
-    """Bytes that the driver keeps of a GPU's memory, and bytes per second of it."""
+    """Bytes that the driver keeps of a GPU's memory, and the memory's bytes per second."""
     from vllm.utils.import_utils import import_pynvml
 
     nvml = import_pynvml()
@@ -52,4 +53,4 @@ def _by_nvml(physical: int) -> tuple[int, float]:
         bits = nvml.nvmlDeviceGetMemoryBusWidth(gpu)
     finally:
         nvml.nvmlShutdown()
-    return int(kept), 2 * megahertz * 1e6 * bits / 8  # two bits of a line in a cycle
+    return int(kept), 2 * megahertz * 1e6 * bits / 8  # a line carries two bits in a cycle

@@ -1,7 +1,8 @@
 """What an engine takes of each device, and what is left for KV. Pure.
 
-One arithmetic for PAT's engines and for static ones. A worker on a GPU measures what is computed
-here (`worker/gpu_worker.py`), and sizes its KV cache by the same `kv_cache_bytes`.
+`estimate` computes it before a start, for PAT's engines and for static ones: `start/choice.py`,
+`advise` and `doctor` ask. Later, a worker on a GPU measures it (`worker/gpu_worker.py`), and sizes
+its KV cache by the same `kv_cache_bytes`.
 """
 
 from __future__ import annotations
@@ -21,32 +22,42 @@ SYMMETRIC_MEMORY = {2: 64 * MiB, 4: 32 * MiB, 6: 64 * MiB, 8: 64 * MiB}
 CUSTOM_ALL_REDUCE = {2: 8 * MiB, 4: 8 * MiB, 6: MiB // 2, 8: MiB // 4}
 MULTICAST_ALL_GATHER = {2: 8 * MiB, 4: 4 * MiB, 6: 2 * MiB, 8: 2 * MiB}
 REDUCE_SCATTER = 16 * MiB
-"""Buffers of vLLM's communicators on compute capability 9.0, by ranks of a group."""
+"""Bytes of buffers of vLLM's communicators on compute capability 9.0, by ranks of a group: the
+limits in its `all_reduce_utils.py` and `custom_all_reduce.py` (`tests/gpuless/test_sizes.py`)."""
 _REGISTERED = 8 * MiB
+"""Bytes of addresses of registered buffers in the custom all-reduce (vLLM's `rank_data`)."""
 _MULTICAST_COPIES = 6
+"""Stages of its multicast buffer: three to gather and three to scatter (`_init_mnnvl_buffer`)."""
 _NCCL = 256 * MiB
-"""Of a group's NCCL communicator; an assumption."""
+"""Bytes of a group's NCCL communicator; an assumption."""
 FLASHINFER_ALL_REDUCE = {
     "9.0": {2: 64 * MiB, 4: 2 * MiB, 8: MiB // 2},
     "10.0": {2: 64 * MiB, 4: 32 * MiB, 8: MiB},
     "10.3": {2: 64 * MiB, 4: 64 * MiB, 8: 4 * MiB},
 }
-"""Input of the all-reduce that vLLM fuses with norms, at most, by capability and ranks."""
+"""The most bytes of input that vLLM fuses an all-reduce with norms for, by capability and ranks."""
 _FLASHINFER_COPIES = 6
-"""By a reading of FlashInfer 0.7, not measured: three buffers of a two-shot all-reduce's input and
-output."""
-_OF_CHANNEL = 9 * MiB // 2
-"""Of a channel of NCCL's to a peer; an assumption."""
+"""Buffers of that size in FlashInfer: three each of a two-shot all-reduce's input and output, by a
+reading of FlashInfer 0.7, not measured."""
+_CHANNEL = 9 * MiB // 2
+"""Bytes of one NCCL channel to one other rank; an assumption."""
 
 GRAPH_BYTES = 172 << 10
-"""Of a CUDA graph, for each layer and size; an assumption. It gives the 0.52 GiB that vLLM's log
-published of Qwen3-8B says, for 51 piecewise and 35 whole graphs (LMCache issue 3430)."""
+"""Bytes of a CUDA graph for each layer and captured size; an assumption. It gives the 0.52 GiB that
+a published log of vLLM with Qwen3-8B says, for 51 piecewise and 35 whole graphs (LMCache issue
+3430)."""
 _LARGEST_GRAPH = 512
+"""Tokens of the largest batch for which vLLM captures a graph by default."""
 
 
 class Measured(NamedTuple):
-    """What vLLM measured of one layout on a device, in bytes: what it would give to the KV cache,
-    were this the only layout and without CUDA graphs, and has set aside for the largest step."""
+    """What vLLM measured of one layout on a device, in bytes.
+
+    Attributes:
+        available: what it would give to the KV cache, were this the only layout and without CUDA
+            graphs.
+        activations: what it has set aside for the largest step.
+    """
 
     available: int
     activations: int
@@ -61,7 +72,8 @@ def kv_cache_bytes(
     the memory of activations; what these lack for it is kept free.
 
     Args:
-        layouts: in the order of their measurement, all on this device, where each left something.
+        layouts: in the order of their measurement on this device. What a layout keeps there is
+            missing from what the later ones have available.
         graphs: bytes of the CUDA graphs of all layouts, in the pool that they share.
         buffers: bytes that each layout allocates with its KV cache, after it was measured. vLLM
             does not count its own; they lie in what `gpu_memory_utilization` leaves. So do those of
@@ -72,16 +84,18 @@ def kv_cache_bytes(
     left = last.available + last.activations - graphs - (sum(buffers) - max(buffers))
     activations = max(layout.activations for layout in layouts)
     available = left - activations
+    # Where a switch stages more than activations take, cache and stage share all that is left.
     return available if available * staged <= activations else int(left / (1 + staged))
 
 
 def num_regions(layers: Iterable[int]) -> int:
-    """Regions of the KV cache, in each of which a layer of every group lies.
+    """Number of regions of the KV cache, in each of which a layer of every group lies.
 
-    As vLLM's `_get_kv_cache_groups_uniform_page_size` divides layers into groups.
+    Layers are divided into groups as by vLLM's `_get_kv_cache_groups_uniform_page_size`, whose
+    heuristic the 1.5 is.
 
     Args:
-        layers: of each kind.
+        layers: number of layers of each kind.
     """
     counts = [count for count in layers if count]
     few, many = min(counts), max(counts)
@@ -91,8 +105,8 @@ def num_regions(layers: Iterable[int]) -> int:
 def staged_share(layouts: Sequence[Layout], num_kv_heads: int, num_regions: int) -> float:
     """Share of the KV cache that a switch between any two layouts stages in the worst case.
 
-    That is a region, of a layer or of one of each group, to be sent to each rank that has the same
-    KV heads, in whole, and what one round sends and receives of it.
+    A switch stages one region at a time: in whole what it sends, once for each rank that gets the
+    same KV heads, and one round's part of what it sends and receives.
     """
     if len(layouts) == 1:
         return 0.0
@@ -106,18 +120,18 @@ class RankMemory:
 
     Attributes:
         requested: what vLLM may use, `gpu_memory_utilization` of the device.
-        weights: with the table of rotary embeddings.
-        swap_tables: which rows trade places between layouts.
-        communicators: of groups that do not span all ranks, one for each tp, for vLLM makes those
-            that do before it looks at what is free; FlashInfer's buffers of every group; and, of an
-            engine with several layouts, that by which KV moves.
-        buffers: of all model runners.
-        activations: of the largest step.
+        weights: weights and the table of rotary embeddings.
+        swap_tables: tables of the rows that trade places between layouts.
+        communicators: those of groups that do not span all ranks, one for each tp (vLLM makes a
+            group of all ranks before it looks at what is free); FlashInfer's buffers of every
+            group; and, with several layouts, the communicator by which KV moves.
+        buffers: what all model runners keep.
+        activations: what the largest step takes.
         graphs: CUDA graphs of all layouts.
         kv: the KV cache; below 0 where the rest has no room.
-        kv_tokens: that it holds in a replica, of the longest contexts, by tp; 0 where there is no
-            room.
-        pinned: host memory.
+        kv_tokens: tokens whose KV a replica holds, if contexts are the longest, by tp; 0 where
+            there is no room.
+        pinned: pinned host memory.
     """
 
     requested: int
@@ -192,18 +206,19 @@ def estimate(model: ModelSize, engine: EngineShape, device: Device) -> RankMemor
 
 
 def _layers_by_kind(model: ModelSize) -> tuple[int, int, int]:
-    """With full attention, with a window, with linear attention."""
+    """Numbers of layers with full attention, with a window, and with linear attention."""
     whole = model.attention_layers - model.window_layers
     return whole, model.window_layers, model.linear.layers if model.linear else 0
 
 
 def _kv_share(model: ModelSize, tokens: int, block_size: int) -> float:
-    """Memory of a context of so many tokens, by its KV if no layer had a window.
+    """Memory of a context of so many tokens, as a share of its KV if all layers had full attention.
 
-    vLLM fills groups up to one size. Layers that are missing in a group take memory as well. Where
-    layers have linear attention, a context has two blocks of each of their groups, whatever its
-    length: that of its state, and one while the state goes to the next.
+    vLLM fills groups up to one size: layers that are missing in a group take memory as well. In
+    layers with linear attention, a context has two blocks of each group, whatever its length: that
+    of its state, and one while the state goes to the next.
     """
+    # Tokens whose blocks a context holds, by kind as in `_layers_by_kind`.
     held = tokens, min(tokens, model.window + block_size), min(tokens, 2 * block_size)
     of_kinds = _layers_by_kind(model)
     size = num_regions(of_kinds)
@@ -214,15 +229,15 @@ def _kv_share(model: ModelSize, tokens: int, block_size: int) -> float:
 
 
 def static_engine(engine: EngineShape, layout: Layout) -> EngineShape:
-    """One of the static engines of a layout, with the limits that PAT's replicas have in it."""
+    """The static engine that equals one replica of a layout: its tp, and its limits in PAT."""
     return replace(engine, layouts=(Layout(layout.tp, 1),))
 
 
 def communicator_bytes(tp: int, device: Device) -> int:
-    """Device memory of a TP group's communicator, without FlashInfer's.
+    """Bytes on a device of a TP group's communicator, without FlashInfer's.
 
-    NCCL's; on compute capability 9.0 symmetric memory, and the custom all-reduce with its buffers
-    for gathering and scattering.
+    It has NCCL's buffers; on compute capability 9.0 also symmetric memory, and the custom
+    all-reduce with its buffers for gathering and scattering.
     """
     if tp not in SYMMETRIC_MEMORY or device.capability != "9.0":
         return _NCCL
@@ -232,17 +247,18 @@ def communicator_bytes(tp: int, device: Device) -> int:
 
 
 def flashinfer_bytes(tp: int, device: Device) -> int:
-    """Device memory of FlashInfer's all-reduce in a TP group, where vLLM takes it by default."""
+    """Bytes on a device of FlashInfer's all-reduce in a TP group; 0 where vLLM does not take it."""
     return _FLASHINFER_COPIES * FLASHINFER_ALL_REDUCE.get(device.capability, {}).get(tp, 0)
 
 
 def exchange_bytes(ranks: int) -> int:
-    """Device memory of the communicator of all ranks, which has channels to each other rank."""
-    return (ranks - 1) * EXCHANGE_CHANNELS * _OF_CHANNEL
+    """Bytes on a device of the communicator by which KV moves, with channels to each other rank."""
+    return (ranks - 1) * EXCHANGE_CHANNELS * _CHANNEL
 
 
 def _graph_bytes(model: ModelSize, engine: EngineShape, limits: Limits) -> int:
-    """CUDA graphs of a layout: piecewise ones up to two steps' tokens, whole ones of one step's."""
+    """Bytes of a layout's CUDA graphs. vLLM captures whole graphs up to the tokens of a decode step
+    of all requests, and piecewise ones up to twice as many."""
     if engine.enforce_eager or engine.attention == "CPU_ATTN":
         return 0
     tokens = limits.max_num_seqs * (1 + engine.num_speculative_tokens)
@@ -251,6 +267,6 @@ def _graph_bytes(model: ModelSize, engine: EngineShape, limits: Limits) -> int:
 
 
 def _captures(most: int) -> int:
-    """Sizes of at most so many tokens for which vLLM captures a graph."""
+    """Number of batch sizes, of at most so many tokens, for which vLLM captures a graph."""
     sizes = (1, 2, 4, *range(8, 256, 8), *range(256, _LARGEST_GRAPH + 1, 16))
     return sum(size <= most for size in sizes)

@@ -92,8 +92,8 @@ def _put_in_classes(vllm_config: VllmConfig) -> None:
 def _hash_blocks_alone(speculative: SpeculativeConfig | None) -> None:
     """Have a KV block's hash cover the block's own tokens, and none that follow it.
 
-    From 0.33 on, vLLM has it cover tokens that a drafter with weights reads behind the block, unless
-    a KV connector is configured. PAT's replicas have a connector, and the engine core, which
+    From 0.33 on, vLLM has it cover tokens that a drafter with weights reads behind the block,
+    unless a KV connector is configured. PAT's replicas have a connector, and the engine core, which
     computes the hashes, has none: they would take the same hash for different tokens.
     """
     if speculative is not None and hasattr(speculative, "disable_lookahead_block_hashes"):
