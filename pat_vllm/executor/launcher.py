@@ -1,4 +1,7 @@
-"""Which executor starts an engine's workers: processes of this host, or actors of a Ray cluster."""
+"""Which executor starts an engine's workers: processes of this host, or actors of a Ray cluster.
+
+At a start, `plugin.py` asks for the class, and `start/prepare.py` checks and notes what it needs.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ def executor_class(vllm_config: VllmConfig) -> type:
 
 
 def stock_backend(parallel: ParallelConfig) -> str:
-    """What `distributed_executor_backend` is without PAT where none is named."""
+    """The `distributed_executor_backend` that vLLM would choose without PAT, if none is named."""
     if parallel.world_size_across_dp == 1:
         # vLLM's CPU workers are processes of their own.
         return "uni" if _ray_device_key() else "mp"
@@ -46,8 +49,13 @@ def prepare_launch(
 ) -> None:
     """Check an engine's executor class against its `launcher`, and note what it needs to start.
 
+    Args:
+        parallel: the engine's; Ray's address and placement group are noted in it.
+        launcher: PAT's option.
+        executor: PAT's class for `launcher`, or the one of the two that the user has named himself.
+
     Raises:
-        ValueError: the `launcher` option says otherwise, or the placement group does not suit.
+        ValueError: `launcher` names the other executor, or the placement group does not suit.
     """
     group = parallel.placement_group
     if isinstance(group, list):
@@ -90,7 +98,7 @@ def _prepare_ray(parallel: ParallelConfig) -> None:
 
 
 def _in_placement_group(parallel: ParallelConfig) -> bool:
-    """As vLLM decides between its own executors."""
+    """Whether vLLM would choose Ray: there is a placement group, given or around this process."""
     from vllm.ray.lazy_utils import is_ray_initialized
 
     if not _ray_device_key():
@@ -105,6 +113,7 @@ def _in_placement_group(parallel: ParallelConfig) -> bool:
 
 
 def _check_ray() -> None:
+    """Raise ValueError if Ray is not installed, or vLLM cannot use it on this platform."""
     from vllm.platforms import current_platform
     from vllm.v1.executor.ray_utils import ray_is_available
 

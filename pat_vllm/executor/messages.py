@@ -20,7 +20,7 @@ class SwitchCommand:
 
     Attributes:
         switch_id: number of this switch; together with the replica it seeds unseeded sampling.
-        source, target: the layouts.
+        source, target: the layouts from which and to which to switch.
         moves: KV block moves; empty when nothing migrates.
         placement: target replica of each request whose runner state is carried.
     """
@@ -34,7 +34,16 @@ class SwitchCommand:
 
 @dataclass(frozen=True)
 class SwitchTimes:
-    """Seconds that one rank spent on the parts of a switch, and the bytes that it moved."""
+    """Seconds that one rank spent on the parts of a switch, and the bytes that it moved.
+
+    Attributes:
+        states: gathering the runners' states of requests.
+        kv: the exchange of KV.
+        weights: resharding, as far as it is not hidden behind the exchange of KV.
+        activate: putting the target layout and its requests' states in place.
+        kv_bytes: bytes of KV that this rank packed, with those that it keeps.
+        weight_bytes: bytes of weights that came to another place.
+    """
 
     states: float
     kv: float
@@ -52,7 +61,12 @@ class SwitchTimes:
 
 @dataclass(frozen=True)
 class TransferRates:
-    """Measured at start: KV exchange bandwidth (bytes/s) and prefill rate (tokens/s) by layout."""
+    """What a rank measured at start.
+
+    Attributes:
+        bandwidth: bytes per second of the exchange of KV.
+        prefill_rate: tokens per second of a replica's prefill, by layout.
+    """
 
     bandwidth: float
     prefill_rate: Mapping[Layout, float]
@@ -76,8 +90,7 @@ class StepReply:
     """A replica's reply to a step.
 
     Attributes:
-        drafts: what it proposes for its next step, where the scheduler has to know that; None
-            with asynchronous scheduling, unless a grammar constrains a request.
+        drafts: draft tokens for the replica's next step, where the scheduler has to know them.
     """
 
     output: ModelRunnerOutput
@@ -96,8 +109,8 @@ class PATSchedulerOutput(SchedulerOutput):
     """Steps by replica. The inherited fields only tell vLLM's engine loop that there is work.
 
     Attributes:
-        draft_rows: by replica, earlier responses that its drafters copy from, as far as its ranks
-            lack them.
+        steps: by replica, the step that it starts.
+        draft_rows: by replica, what its drafters have to know before its step.
     """
 
     steps: dict[int, SchedulerOutput] = field(default_factory=dict)
@@ -110,7 +123,7 @@ class PATSchedulerOutput(SchedulerOutput):
         in_flight: bool,
         draft_rows: dict[int, RowUpdate] | None = None,
     ) -> PATSchedulerOutput:
-        """Bundle the steps.
+        """Bundle the steps that replicas start at once.
 
         vLLM's engine loop takes zero scheduled tokens for "nothing to wait for". So the total is at
         least one while any step is in flight, including an earlier one.

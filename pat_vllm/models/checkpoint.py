@@ -1,4 +1,7 @@
-"""What a checkpoint's `config.json` says, without vLLM. Pure."""
+"""What a checkpoint's `config.json` says, for tools that run without vLLM (`advise`).
+
+It reads files, and imports neither vLLM nor torch.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +16,15 @@ from pat_vllm.models.model_classes import known_class
 from pat_vllm.models.model_rules import ModelFacts, refusal, refused_of
 
 WithDefaults = Callable[[Mapping[str, Any]], Mapping[str, Any] | None]
-"""The fields of the text model of a `config.json`, with those that it leaves out; None: nobody
-here knows them."""
+"""A function that completes a `config.json`: it returns the fields of the text model, with those
+that the file leaves out, or None if it does not know them."""
 
 
 class NamedConfig(NamedTuple):
     """The fields of a model's text model, and what to call it.
 
     Attributes:
-        text_only: it has more than text, of which PAT serves the text alone.
+        text_only: whether the model takes more than text, of which PAT serves the text alone.
     """
 
     fields: Mapping[str, Any]
@@ -30,8 +33,11 @@ class NamedConfig(NamedTuple):
 
 
 def named_config(model: str, with_defaults: WithDefaults = lambda config: None) -> NamedConfig:
-    """A model, by a checkpoint's directory, the path of its `config.json`, or a name in
+    """Find a model by a checkpoint's directory, the path of its `config.json`, or a name in
     `MODEL_SHAPES`.
+
+    Args:
+        with_defaults: completes the file's fields, by transformers where that is installed.
 
     Raises:
         ValueError: it is unknown, its file cannot be read or leaves out what sizes depend on, or an
@@ -45,7 +51,7 @@ def named_config(model: str, with_defaults: WithDefaults = lambda config: None) 
             )
         return NamedConfig(MODEL_SHAPES[model], model)
     config = read_json_object(path, "model config")
-    # As vLLM: ModelOpt had it in a file of its own once.
+    # As vLLM does: older versions of ModelOpt write the quantization to a file of its own.
     beside = path.with_name("hf_quant_config.json")
     if config.get("quantization_config") is None and beside.is_file():
         config["quantization_config"] = read_json_object(beside, "quantization")
@@ -73,7 +79,7 @@ def _pools(modules: Path) -> bool:
 
 
 def config_file(model: str) -> Path | None:
-    """The config.json of a checkpoint, which `model` may be the path of; None for a name."""
+    """Path of a checkpoint's `config.json`, if `model` names it or its directory; else None."""
     path = Path(model)
     if path.is_dir():
         return path / "config.json"

@@ -1,7 +1,7 @@
 """Where an engine's profile comes from: a file, the cache, or a measurement.
 
-`load_or_measure` is for the engine itself, at its start; `measure` for a front end of one that is
-idle.
+`load_or_measure` is for an engine's start (`scheduler/build.py`); `measure` for a user who asks an
+idle engine for a profile (`scheduler/commands.py`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def load_or_measure(
         kv_cache_config: the base layout's.
         path: a profile that the user named. None takes the cached one, or measures; what is
             measured is cached, unless it is noisy or incomplete (`quality.problems`).
-        seconds_to_make: see `Profiler`.
+        seconds_to_make: seconds that making a layout's schedulers takes, part of every switch.
 
     Returns:
         The profile, with this engine's KV memory (which may differ a little from start to start).
@@ -75,6 +75,7 @@ def _measure_at_start(
     header: Mapping[str, Any],
     seconds_to_make: Callable[[Layout], float],
 ) -> Profile:
+    """Measure, log what came of it, and cache the profile if it has no defects."""
     begun = time.perf_counter()
     plan = Plan.of(engine_limits(executor, kv_cache_config))
     samples = Profiler(executor, plan, seconds_to_make).run()
@@ -117,10 +118,12 @@ def measure(
     switch_id: int,
     seconds_to_make: Callable[[Layout], float],
 ) -> dict[str, Any]:
-    """Measure an engine that has no request, as at its start but with a budget of so many seconds.
+    """Measure an engine that has no request, as at its start but with another budget.
 
     Args:
-        switch_id, seconds_to_make: see `Profiler`.
+        seconds: the budget.
+        switch_id: see `Profiler`.
+        seconds_to_make: see `load_or_measure`.
 
     Returns:
         Plain values: the `profile`, and its `problems` in words.
@@ -167,8 +170,8 @@ def engine_limits(executor: PATExecutorMixin, kv_cache_config: KVCacheConfig) ->
 def _draft_lengths(vllm_config: VllmConfig, kept: Sequence[int]) -> tuple[int, ...]:
     """The draft lengths to measure.
 
-    None with "ngram_gpu" on Model Runner V1: before a step it drops the drafts that it did
-    not find itself, so that it cannot be told how many to verify.
+    There are none with "ngram_gpu" on Model Runner V1: that runner drops, before a step, drafts
+    that it did not find itself, so that it cannot be told how many to verify.
     """
     config = vllm_config.speculative_config
     if config is None or (config.use_ngram_gpu() and not vllm_config.use_v2_model_runner):

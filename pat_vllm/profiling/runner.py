@@ -42,16 +42,16 @@ if TYPE_CHECKING:
 _Allotted = dict[int, list[SyntheticRequest]]
 """Synthetic requests by replica."""
 _LEAST_TIMES = 3
-"""Step times, over all replicas, below which a point is never left."""
+"""Number of step times, over all replicas, that a point gets even if its patience has ended."""
 _SETTLED_TIMES = 5
-"""Step times of each replica after which a point may have settled."""
+"""Number of step times of each replica after which a point may have settled."""
 _SETTLED_SPREAD = 0.05
-"""It has when the middle half of its times lies within this share of their median."""
+"""A point has settled when the middle half of its times lies within this share of their median."""
 _UNSETTLED = 2
-"""Steps of a replica after which times count: the first adds the requests, and the second may
-still do work that the first has caused."""
+"""Number of a replica's first steps whose times do not count: the first adds the requests, and the
+second may still do work that the first has caused."""
 _STEPS_OF_A_POINT = 5
-"""Steps that an expensive point takes: the unsettled ones, and as many as it needs."""
+"""Number of steps that an expensive point takes: `_UNSETTLED` and `_LEAST_TIMES`."""
 
 
 class Profiler:
@@ -63,7 +63,7 @@ class Profiler:
 
     Attributes:
         steps, switches: what was measured.
-        skipped: points that were left out for want of time.
+        skipped: number of points that were left out for want of time.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Profiler:
         seconds_to_make: Callable[[Layout], float],
         switch_id: int = 0,
     ) -> None:
-        """`seconds_to_make`: what making a layout's schedulers takes, as in every switch."""
+        """`seconds_to_make`: seconds that making a layout's schedulers takes, part of a switch."""
         config = executor.vllm_config
         assert config.model_config is not None
         self._executor = executor
@@ -81,6 +81,7 @@ class Profiler:
         self._switch_id = switch_id
         self._use_v2 = config.use_v2_model_runner
         self._vocabulary = config.model_config.get_vocab_size()
+        # Steps in flight of a replica, as in vLLM's engine loop.
         self._depth = 2 if config.scheduler_config.async_scheduling else 1
         self._seconds_to_make = functools.cache(seconds_to_make)
         self._numbers = itertools.count()
@@ -118,6 +119,7 @@ class Profiler:
     # ---------------------------------------------------------------- steps
 
     def _measure_step(self, point: StepPoint, patience: float) -> None:
+        """Measure a kind of step in `point.busy` replicas at once, for `patience` seconds or so."""
         self._enter(point.layout)
         streams = {
             replica: SyntheticSteps(
@@ -143,9 +145,11 @@ class Profiler:
     def _cadence(
         self, streams: dict[int, SyntheticSteps], patience: float
     ) -> tuple[list[float], list[tuple[int, int]]]:
-        """Step times of all streams' settled steps, running side by side until they suffice.
+        """Run the replicas' streams side by side until their step times suffice.
 
-        In the order in which they were measured, each with its contexts' sum and the longest one.
+        Returns:
+            The seconds of each step that counts, in the order in which they were measured, and for
+            each the sum of its contexts and the longest of them, in tokens.
         """
         times: list[float] = []
         sizes: list[tuple[int, int]] = []
@@ -165,7 +169,7 @@ class Profiler:
             pending = self._executor.sample_tokens(None, non_block=True)
             if ready and max(len(streams[replica].in_flight) for replica in ready) < self._depth:
                 continue  # as vLLM's loop fills its queue before it waits
-            # Of whatever steps have finished, in any replica.
+            # Results of whatever steps have finished, in any replica.
             results = pending.result()
             now = time.perf_counter()
             for result in results:
@@ -187,7 +191,12 @@ class Profiler:
     def _suffice(
         self, times: Sequence[float], fewest: int, elapsed: float, patience: float
     ) -> bool:
-        """Whether to leave a point; `fewest` are the times of the replica that has the fewest."""
+        """Whether to leave a point, after `elapsed` of `patience` seconds.
+
+        Args:
+            times: step times of all replicas.
+            fewest: number of times of the replica that has the fewest.
+        """
         if not fewest or len(times) < _LEAST_TIMES:
             return False
         if elapsed >= patience:
@@ -211,10 +220,12 @@ class Profiler:
             self._timed_switch(source, layout, [], {}, {})
 
     def _go(self, layout: Layout) -> None:
-        """Make the workers forget all requests and seed them as the engine would."""
+        """Switch without a measurement: the workers forget all requests and are seeded as after the
+        engine's own switch `switch_id`."""
         self._executor.switch(SwitchCommand(self._switch_id, self._executor.layout, layout))
 
     def _measure_switch(self, point: SwitchPoint) -> None:
+        """Measure a switch that carries `point.num_seqs` requests, or none."""
         source, target = point.source, point.target
         self._enter(source)
         if not point.num_seqs:
@@ -271,7 +282,7 @@ class Profiler:
     def _allot(
         self, requests: Sequence[RequestPlacement], placement: Mapping[str, int], layout: Layout
     ) -> _Allotted:
-        """Requests that decode, with blocks in their replicas."""
+        """Make synthetic requests that decode, each with KV blocks in its replica of `layout`."""
         limits = self._plan.limits
         allotted: _Allotted = {}
         for replica in sorted({*placement.values()}):

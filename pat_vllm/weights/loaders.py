@@ -4,7 +4,8 @@ vLLM's own model loaders do the work, through its `register_model_loader`. A run
 format is `BASE_FORMAT` loads as the user asked and hands its plain parameters to a
 `WeightStrategy`; with `DERIVED_FORMAT` it builds its model and has the strategy fill it. Both
 happen before vLLM's `process_weights_after_loading`, which may pack the parameters for its kernels
-and free the plain ones (it does on CPU).
+and free the plain ones (it does on CPU). The strategies are `InPlaceShards` (`inplace.py`) and
+`MaterializedShards` (`materialized.py`); `worker/layout_weights.py` chooses one and calls it.
 """
 
 from __future__ import annotations
@@ -60,10 +61,11 @@ class WeightStrategy(ABC):
 
     @abstractmethod
     def release(self) -> None:
-        """To be called when all layouts are filled and vLLM has processed the weights.
+        """Let go of what only loading needs. To be called when all layouts are filled and vLLM has
+        processed the weights.
 
         Raises:
-            ValueError: that has made them unfit for this strategy.
+            ValueError: the processing has made the weights unfit for this strategy.
         """
 
     @abstractmethod
@@ -77,21 +79,26 @@ class WeightStrategy(ABC):
         the base layout.
 
         Returns:
-            Bytes that came to another place.
+            Bytes of weights that came to another place on this rank.
         """
         return 0
 
 
 def load_config_of(load_format: str, user: LoadConfig, strategy: WeightStrategy) -> LoadConfig:
-    """Load configuration of the base layout (`BASE_FORMAT`), or of any other (`DERIVED_FORMAT`)."""
+    """Load configuration of the base layout (`BASE_FORMAT`), or of any other (`DERIVED_FORMAT`).
+
+    Args:
+        user: the engine's, by which the base layout's weights are read.
+    """
     extra = {"strategy": strategy, "user": user}
     return replace(user, load_format=load_format, model_loader_extra_config=extra)
 
 
 def change_user_config(config: LoadConfig, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Overrides of a load configuration of PAT's that change, within it, the user's.
+    """Translate a user's overrides of his load configuration to PAT's, which has his within it.
 
     Args:
+        config: PAT's, as `load_config_of` makes it.
         overrides: values by field, as vLLM's `update_config` takes them.
     """
     extra = config.model_loader_extra_config
@@ -127,7 +134,7 @@ class BaseLayoutLoader(BaseModelLoader):
     def get_all_weights(
         self, model_config: ModelConfig, model: nn.Module
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """For vLLM's `reload_weights`.
+        """Read the weights again, for vLLM's `reload_weights`.
 
         Raises:
             NotImplementedError: the user's loader cannot read weights again.

@@ -31,8 +31,8 @@ class Block:
     """Where a layout finds its shard: consecutive rows from row `start` on.
 
     Attributes:
-        units: the shard's, in its order, as numbers in the storage's original order.
-        unit: rows of a unit, which always move together.
+        units: the shard's units in the shard's order, each by its place in the original storage.
+        unit: number of rows of a unit, which always move together.
     """
 
     start: int
@@ -47,7 +47,8 @@ class Block:
 
 @dataclass(frozen=True)
 class RowOrder:
-    """What lies where in a storage: `units[i]` is the original unit that lies in place `i`."""
+    """What lies where in a storage: `units[i]` is the original unit that lies in place `i`. A unit
+    has `unit` rows."""
 
     units: tuple[int, ...]
     unit: int
@@ -58,7 +59,7 @@ class RowOrder:
         return cls(tuple(range(rows // unit)), unit)
 
     def bring(self, block: Block) -> RowOrder:
-        """The order, a few swaps from this one, in which a block is together."""
+        """The order, a few swaps from this one, in which the rows of `block` are in its place."""
         assert block.unit == self.unit
         first = block.start // self.unit
         after = list(self.units)
@@ -75,8 +76,8 @@ def common_unit(rows: int, shards: Iterable[Sequence[Piece]]) -> int:
     """The most rows of a unit: every part of every shard begins and ends at a multiple of it.
 
     Args:
-        rows: of the storage.
-        shards: of each the pieces, as `block_of` takes them.
+        rows: number of rows of the storage.
+        shards: the pieces of each shard, as `block_of` takes them.
     """
     ends = (n for pieces in shards for piece in pieces for n in (piece.src, piece.length))
     return math.gcd(rows, *ends)
@@ -86,8 +87,8 @@ def block_of(pieces: Sequence[Piece], rows: int, unit: int) -> Block:
     """The block for a shard, placed where the fewest rows have to move from the original order.
 
     Args:
-        pieces: copies from rows of the storage that fill the shard, in the order of the shard.
-        rows: of the storage.
+        pieces: from which rows of the storage (`src`) to which of the shard (`dst`) to copy.
+        rows: number of rows of the storage.
     """
     units = tuple(
         row // unit
@@ -96,14 +97,14 @@ def block_of(pieces: Sequence[Piece], rows: int, unit: int) -> Block:
     )
     original = RowOrder.original(rows, unit)
     last = rows - len(units) * unit
-    # One of the parts stays where it is.
+    # One of the parts stays where it is, unless the block would then reach out of the storage.
     starts = {min(max(piece.src - piece.dst, 0), last) for piece in pieces}
     blocks = (Block(start, units, unit) for start in sorted(starts))
     return min(blocks, key=lambda block: rows_moved(original.swaps_to(original.bring(block))))
 
 
 def rows_moved(swaps: Iterable[Swap]) -> int:
-    """Rows that are read, and written, by swaps."""
+    """Number of rows that swaps read, and write: both sides of each."""
     return sum(2 * swap.length for swap in swaps)
 
 
@@ -118,6 +119,7 @@ def rounds(swaps: Iterable[Swap]) -> list[list[Swap]]:
 
 
 def _overlap(swap: Swap, other: Swap) -> bool:
+    """Whether either side of one swap shares a row with either side of the other."""
     return any(
         x < y + other.length and y < x + swap.length
         for x in (swap.a, swap.b)
@@ -139,7 +141,8 @@ def _swap_until(units: list[int], wanted: Mapping[int, int]) -> list[tuple[int, 
 
 
 def _joined(pairs: Sequence[tuple[int, int]], unit: int) -> list[Swap]:
-    """Swaps of neighbouring units as one, as long as the two sides stay disjoint."""
+    """Swaps of rows from pairs of places of units. Neighbouring pairs that follow each other become
+    one swap, as long as its two sides stay disjoint."""
     swaps: list[Swap] = []
     for a, b in pairs:
         last = swaps[-1] if swaps else None

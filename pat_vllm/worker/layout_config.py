@@ -1,4 +1,8 @@
-"""A layout's own copy of the engine's `VllmConfig`, for its model runners and its schedulers."""
+"""A layout's own copy of the engine's `VllmConfig`, and of its KV cache config.
+
+A worker makes the first in `init_device`, the second when it allocates the KV cache. The schedulers
+make the second, too (`scheduler/replica.py`).
+"""
 
 from __future__ import annotations
 
@@ -24,8 +28,8 @@ KV_LAYOUTS = tuple(
 )
 """Names of vLLM's KV cache layouts that PAT can serve.
 
-A block of a layer is one run of bytes, which may be divided among `ratio` smaller blocks, and a
-layer takes the same bytes with either.
+In them a block of a layer is one run of bytes, which can be divided into several smaller blocks
+(`block_ratio`), and a layer takes the same bytes in all layouts.
 """
 
 
@@ -36,6 +40,9 @@ def layout_config(
 
     vLLM's own code, given this config and the layout's TP group, builds the model, the attention
     backends and the CUDA graphs of that tp. What a layout changes is copied; the rest is shared.
+
+    Args:
+        rank: global rank of the worker; any, where only limits and sizes are looked at.
     """
     config = copy.copy(vllm_config)
     config.parallel_config = copy.copy(vllm_config.parallel_config)
@@ -49,7 +56,8 @@ def layout_config(
     config.compilation_config = copy.deepcopy(vllm_config.compilation_config)
     config.compilation_config.static_forward_context = {}
     config.compilation_config.static_all_moe_layers = []
-    # Where a user has chosen the folder, vLLM has one for each rank of a group in it, no more.
+    # In a folder that a user has chosen, vLLM has one for each rank of a TP group, which layouts
+    # would share.
     if config.compilation_config.cache_dir:
         folder = os.path.join(config.compilation_config.cache_dir, str(layout))
         config.compilation_config.cache_dir = folder
@@ -68,11 +76,11 @@ def layout_config(
 
 
 def _additional_config(engine: VllmConfig, setup: Setup, layout: Layout) -> dict[str, Any]:
-    """`additional_config` of a layout: all that its compiled code depends on.
+    """`additional_config` of a layout: what changes its compiled code, as vLLM's key of its compile
+    cache has a hash of this dict.
 
-    vLLM makes the key of its compile cache of it. Strides of weights follow the base layout and
-    whether weights lie in place. The name of the layout's TP group, which is in the code, follows
-    the number of layouts before it.
+    The code has strides of weights, which depend on the base layout and on whether weights lie in
+    place, and the name of the TP group, a number that grows with the groups made before.
     """
     options = engine.additional_config
     assert isinstance(options, dict)
@@ -92,17 +100,18 @@ def _make_speculative(
     own.target_parallel_config = own.draft_parallel_config = config.parallel_config
     own.num_speculative_tokens_per_batch_size = every_length(lengths)
     config.speculative_config = own
-    # vLLM has looked at the user's config, which need not have a schedule.
+    # vLLM looked for a schedule of draft lengths in the user's config, which need not have one.
     config._maybe_override_dynamic_sd_cudagraph_mode()
 
 
 def _capture_every_draft_length(
     config: VllmConfig, engine: VllmConfig, lengths: Sequence[int]
 ) -> None:
-    """Capture the batches with the most drafts, and the largest batch with each draft length, too.
+    """Capture CUDA graphs for the batches with the most drafts, and for the largest batch with each
+    draft length, too.
 
-    vLLM does so for the batches to which its schedule gives a length. Here any may have any length.
-    Sizes that it would not have chosen for the engine are the user's, and stay.
+    vLLM does so for the batches to which its schedule gives a draft length. With PAT any batch may
+    have any draft length. Sizes that vLLM would not have chosen are the user's, and stay.
     """
     compilation = config.compilation_config
     sizes, largest = compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size
@@ -125,8 +134,8 @@ def _capture_every_draft_length(
 def _resize_compile_ranges(config: VllmConfig, engine: VllmConfig) -> None:
     """Compile for the ranges of batch sizes that vLLM has for the tp of `config`.
 
-    Up to which size vLLM fuses all-reduces with norms depends on the tp. It adds its own ends of
-    ranges to the user's, so the user's are those that it would not have added for the engine.
+    The batch size up to which vLLM fuses all-reduces with norms depends on the tp. vLLM adds its
+    own ends of ranges to the user's, so the user's are those that it would not have added.
     """
     ranges = engine.compilation_config.compile_ranges_endpoints
     if ranges is None:
@@ -143,7 +152,7 @@ def _resize_compile_ranges(config: VllmConfig, engine: VllmConfig) -> None:
 
 
 def _scheduler_config(engine: SchedulerConfig, setup: Setup, layout: Layout) -> SchedulerConfig:
-    """The engine's with the limits of a layout, by which vLLM admits requests and sizes buffers."""
+    """A layout's copy, with its limits, by which vLLM admits requests and sizes buffers."""
     options, limits = setup.options, setup.limits[layout.tp]
     config = copy.copy(engine)
     config.max_num_seqs = limits.max_num_seqs
@@ -160,7 +169,7 @@ def _scheduler_config(engine: SchedulerConfig, setup: Setup, layout: Layout) -> 
 def _resize_cuda_graphs(config: VllmConfig, engine: VllmConfig) -> None:
     """Capture the batch sizes that vLLM would for the limits of `config`.
 
-    Sizes that it would not have chosen for the engine are the user's, and stay.
+    Sizes that vLLM would not have chosen for the engine are the user's, and stay.
     """
     if engine.compilation_config.cudagraph_capture_sizes and _vllm_chose_sizes(engine):
         chosen = _capture_sizes(engine, config.scheduler_config)
@@ -175,7 +184,7 @@ def _vllm_chose_sizes(engine: VllmConfig) -> bool:
 
 
 def _capture_sizes(engine: VllmConfig, scheduler: SchedulerConfig) -> list[int]:
-    """The batch sizes, in tokens, that vLLM captures of an engine with these limits, ascending."""
+    """The batch sizes, in tokens, that vLLM captures in an engine with these limits, ascending."""
     config = copy.copy(engine)
     config.scheduler_config = scheduler
     config.compilation_config = copy.copy(engine.compilation_config)
@@ -199,9 +208,9 @@ def _limit_cuda_graphs(config: VllmConfig, largest_batch: int | None) -> None:
 def keep_block_size(config: VllmConfig, base: VllmConfig) -> None:
     """Have vLLM give a layout blocks of as many tokens as the base layout has.
 
-    By itself it gives fewer to a wider layout in which KV heads are replicated, if the model has
-    linear attention: as many tokens as fill the bytes of a state. It takes a multiple of what it is
-    given.
+    In a model with linear attention, vLLM gives attention blocks of as many tokens as make them as
+    large as a state. In a wider layout states shrink, KV heads that are copied do not, and blocks
+    would have fewer tokens. Of what it is given, vLLM takes a multiple.
     """
     config.cache_config.block_size = base.cache_config.block_size
     config.cache_config.user_specified_block_size = True
@@ -244,8 +253,8 @@ def kinds_of(base_config: KVCacheConfig, base: Layout, num_kv_heads: int) -> tup
     """The kinds of the engine's KV cache groups, in vLLM's order.
 
     Args:
-        base_config: that of a rank in the layout `base`.
-        num_kv_heads: KV heads of the whole model, as its config says.
+        base_config: KV cache config of a rank of the layout `base`.
+        num_kv_heads: number of KV heads that the model's config names.
 
     Raises:
         ValueError: layouts cannot share these groups.
@@ -276,10 +285,10 @@ def kinds_of(base_config: KVCacheConfig, base: Layout, num_kv_heads: int) -> tup
 def block_ratio(layout: Layout, base: Layout, kinds: Kinds) -> int:
     """How many blocks of `layout` take the bytes of one block of `base`, in every group.
 
-    Blocks that may be padded are where others become no smaller.
+    Groups whose blocks may be padded (linear attention) follow the other groups, if there are any.
 
     Raises:
-        ValueError: the ratio differs from group to group.
+        ValueError: two groups have different ratios, or a padded block would not hold its state.
     """
     ratios = {kind.ratio(layout, base) for kind in kinds if not kind.padded}
     (ratio, *others) = ratios or {kind.ratio(layout, base) for kind in kinds}

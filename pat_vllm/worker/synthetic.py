@@ -19,6 +19,7 @@ from pat_vllm.layout import Layout
 from pat_vllm.models.kinds import NULL_BLOCK, Kinds
 
 FIRST_BLOCK = NULL_BLOCK + 1
+"""Id of the first KV block that a request may have: vLLM keeps the null block before it."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,8 @@ class SyntheticRequest:
     Attributes:
         tokens: number of tokens that the runner knows before the request's first step.
         computed: how many of them have KV.
-        blocks: KV blocks, enough for all its steps, by group; null ones where vLLM has such.
+        blocks: ids of KV blocks for all its steps, by group; null ones in front where a group, as
+            one with a sliding window, keeps no KV of its first tokens.
         vocabulary: its tokens count down through so many ids, so that none of its n-grams repeats
             (unless it has more tokens than that). 0: its tokens are equal, so that all do.
     """
@@ -62,10 +64,10 @@ def make_requests(
         prefix: prefix of their ids.
         lengths: number of tokens of each request.
         room: most tokens by which a request will grow.
-        kinds: of the groups of KV caches.
+        kinds: kinds of the groups of KV caches.
         decoding: whether their first step decodes; otherwise it computes the whole prompt.
         first_block: id of the first block to use.
-        vocabulary: as of `SyntheticRequest`.
+        vocabulary: as in `SyntheticRequest`.
     """
     requests = []
     for index, length in enumerate(lengths):
@@ -90,7 +92,12 @@ def next_block(requests: Sequence[SyntheticRequest]) -> int:
 def add_new(
     step: SchedulerOutput, requests: Iterable[SyntheticRequest], use_v2: bool, max_tokens: int
 ) -> SchedulerOutput:
-    """Add the first step of requests."""
+    """Add the first step of requests to `step`, and return it.
+
+    Args:
+        use_v2: whether it is for vLLM's Model Runner V2, which takes the prompt in another field.
+        max_tokens: tokens that each request may generate.
+    """
     tokens_of: dict[tuple[int, int], list[int]] = {}
     # Random sampling touches more kernels than greedy decoding, and is what rollouts do.
     sampling = SamplingParams(temperature=1.0, max_tokens=max_tokens)
@@ -123,9 +130,9 @@ def decode_step(
     """A decode step of requests that have had a step before.
 
     Args:
-        generated: tokens that each has generated, at least one. Of a step that is still in flight,
-            all that it may generate, as vLLM's scheduler counts them.
-        drafts: draft tokens of each that the step verifies.
+        generated: number of tokens that each request has generated, at least one. A step that is
+            still in flight counts with all that it may generate, as in vLLM's scheduler.
+        drafts: number of draft tokens of each request that the step verifies.
     """
     step = SchedulerOutput.make_empty()
     ids = [request.request_id for request in requests]
@@ -157,13 +164,14 @@ def finish(requests: Iterable[SyntheticRequest]) -> SchedulerOutput:
 def synthetic_kv(
     source: Layout, target: Layout, kinds: Kinds, num_blocks: int
 ) -> list[RequestBlocks]:
-    """A block of KV from every replica of `source`, and one to every replica of `target`, of each
-    group.
+    """Moves for a warm-up: in each group, a block of KV from every replica of `source`, and one to
+    every replica of `target`.
 
     Args:
-        num_blocks: KV blocks that a replica of either layout has at least.
+        num_blocks: number of KV blocks that a replica of either layout has at least.
     """
     blocks = []
+    # Several moves may read one block; each writes a block of its own.
     for i, group in product(range(max(source.replicas, target.replicas)), range(len(kinds))):
         taken, block = FIRST_BLOCK + group, FIRST_BLOCK + i // target.replicas * len(kinds) + group
         if block < num_blocks:

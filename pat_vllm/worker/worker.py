@@ -1,6 +1,7 @@
-"""A worker process: a runtime for each layout, one of them active, and the calls of the executor.
+"""A worker process, which keeps a runtime for each layout. One of them is active.
 
-`PATExecutorMixin` calls the `pat_...` methods by the names in `executor/rpc.py`.
+In a start, vLLM calls the methods under "start" in their order, on every rank. `gpu_worker.py` and
+`cpu_worker.py` mix the class into vLLM's own workers.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ class PATWorkerMixin(WeightUpdatesMixin, _Base):
         self._setup = Setup.of(engine_config)
         layouts = self._setup.layouts
         with probe_p2p_between(self._devices_of_group):
-            super().init_device()
+            super().init_device()  # makes one TP group, of all ranks
             self._all_ranks = parallel_state.get_tp_group()
             groups = {
                 layout.tp: make_tp_group(layout, self.local_rank, current_platform.dist_backend)
@@ -117,9 +118,9 @@ class PATWorkerMixin(WeightUpdatesMixin, _Base):
             )
             for layout in layouts
         }
-        self._base = self._runtimes[layouts[0]]
+        self._base = self._runtimes[layouts[0]]  # `Setup.layouts` has the base layout first
         self._weights = LayoutWeights(self._setup, self._runtimes, self.rank)
-        # The first runner allocates the buffers that the others share.
+        # Runners share buffers of the one with most rows, so that is made first.
         for runtime in (by_size := largest_first(self._runtimes.values())):
             install_tp_group(runtime.group)
             with set_current_vllm_config(runtime.config), buffers_of(by_size[0].runner):
@@ -153,17 +154,17 @@ class PATWorkerMixin(WeightUpdatesMixin, _Base):
             end_prompts_parts_with_blocks(runtime.runner.model)
             if loaded:
                 keep_block_size(runtime.config, self._base.config)
-            # vLLM does so later with the engine's config, which has no attention layers.
+            # vLLM does so after loading, with the engine's config, which has no attention layers.
             current_platform.update_block_size_for_backend(runtime.config)
             if runtime is self._base:
-                engine = self.weight_transfer_engine
+                engine = self.weight_transfer_engine  # vLLM makes one with each model
             loaded.append(runtime)
             share_buffers(loaded, self._state_transfer)
         self._weights.finish_loading()
         self.weight_transfer_engine = engine
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
-        """As in vLLM. Refuses a KV cache that layouts cannot share."""
+        """As in vLLM, in the base layout. Raises ValueError if layouts cannot share it."""
         specs = super().get_kv_cache_spec()
         self._active.check_kv_cache_specs(specs)
         return specs
@@ -200,6 +201,7 @@ class PATWorkerMixin(WeightUpdatesMixin, _Base):
                 self._state_transfer.watch(runtime.runner)
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[Any]:
+        """As in vLLM, with the KV cache allocated once and found again by the other layouts."""
         inner = super()._maybe_get_memory_pool_context(tag)
         return self._buffer.allocation(inner) if tag == "kv_cache" else inner
 
@@ -221,8 +223,9 @@ class PATWorkerMixin(WeightUpdatesMixin, _Base):
         self._rates = TransferRates(bandwidth, prefill_rate)
         runtime = self._runtimes[self._setup.default_layout]
         assert runtime.connector is not None
-        runtime.connector.clear_null_block()  # warm-ups of others have written there
-        self._enter_for_a_call(runtime)  # the first may be an update
+        # Where this layout has its null block, warm-ups of the others have written.
+        runtime.connector.clear_null_block()
+        self._enter_for_a_call(runtime)  # the first call of a user may be an update of weights
         self.pat_reseed(0)
         return CompilationTimes(language_model=language_model, encoder=encoder)
 
@@ -235,7 +238,11 @@ class PATWorkerMixin(WeightUpdatesMixin, _Base):
         return ResolvedKernels(self._base.attention_backends, self._weights.strategy)
 
     def pat_reseed(self, salt: int) -> None:
-        """Seed unseeded sampling, now and at each switch. Other salts give other tokens."""
+        """Seed the sampling of unseeded requests, now and at each switch.
+
+        Args:
+            salt: another number gives other samples.
+        """
         self._salt = salt
         seed_replica(self._seed, salt, 0, self._active.layout.replica_of(self.rank))
 

@@ -40,17 +40,19 @@ _FAR_BATCHES = (4, 64, 4096)
 """Nodes of the grid beyond the largest profiled batch, as multiples of it. Beyond the last one,
 which no engine reaches, times stay constant."""
 _FAR_CONTEXTS = (8, 1_000_000)
-"""The same, beyond the largest profiled total of contexts."""
+"""Nodes beyond the largest profiled total of contexts (tokens of all requests), as multiples."""
 _MOST_DRAFTS_SHARE = 0.95
-"""Largest share of a step's time that drafts are taken to add; the rest is never nothing."""
+"""Largest share of a step's time that drafts are taken to add, so that the rest is above 0."""
 
 
 class Surface:
     """Interpolates values on a grid; beyond its last nodes it stays constant.
 
     Args:
-        busy, batch, context: the nodes, ascending; batch and context start at 0.
-        values: float64 [series, busy, batch, context]; between series nothing is interpolated.
+        busy, batch, context: the nodes, ascending: replicas that work at once, requests of the
+            replica, tokens of their contexts. Batch and context start at 0.
+        values: float64 [series, busy, batch, context]; a series is a kind of step
+            (`_DraftSeries`), and nothing is interpolated between two of them.
     """
 
     def __init__(self, busy: list[int], batch: Floats, context: Floats, values: Floats) -> None:
@@ -103,6 +105,7 @@ class Surface:
 
 
 def _polynomial(cell: Any, x: Any, y: Any) -> Any:
+    """Value of a cell's bilinear polynomial at (x, y), for one cell or for arrays of them."""
     x0, y0, value, along_x, along_y, twist = cell
     dx = x - x0
     dy = y - y0
@@ -158,7 +161,7 @@ class _LayoutModel:
     series: _DraftSeries
 
     def at(self, shape: StepShape) -> float:
-        """Seconds of one decode step."""
+        """Seconds of one decode step, with what its longest context adds."""
         of_k = min(shape.k, len(self.series.verified) - 1)
         point = shape.batch, shape.context, shape.busy
         seconds = self.grid.at(*point, int(self.series.unverified[of_k]))
@@ -250,7 +253,7 @@ class StepTimeModel:
         are few. So are steps with drafts where the profile has none.
 
         Returns:
-            What was predicted before, seconds; None of a step that is left out.
+            The seconds that were predicted before; None if the step is left out.
         """
         if shape.prefill or not shape.batch:
             return None
@@ -281,7 +284,7 @@ def _compile(
     """
     batches = [sample.batch for sample in decodes]
     contexts = [max(sample.context, 1) for sample in decodes]
-    # Without samples with drafts the base says what one for each request takes.
+    # If no sample has drafts, there are series for k = 1, whose times are the base's.
     profiled = sorted({sample.k for sample in decodes} - {0}) or [1]
     steps = _steps_of_series(profiled)
     busy_nodes = sorted({1, layout.replicas, *(sample.busy for sample in decodes)})
