@@ -1,7 +1,8 @@
 """A worker process, which keeps a runtime for each layout. One of them is active.
 
-In a start, vLLM calls the methods under "start" in their order, on every rank. `gpu_worker.py` and
-`cpu_worker.py` mix the class into vLLM's own workers.
+At a start, vLLM calls `init_device`, `load_model`, `initialize_from_config` and
+`compile_or_warm_up_model`, in this order, on every rank. `gpu_worker.py` and `cpu_worker.py` mix
+the class into vLLM's own workers.
 """
 
 from __future__ import annotations
