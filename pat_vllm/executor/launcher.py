@@ -1,6 +1,6 @@
 """Which executor starts an engine's workers: processes of this host, or actors of a Ray cluster.
 
-At a start, `plugin.py` asks for the class, and `start/prepare.py` checks and notes what it needs.
+At a start, `plugin.py` asks for the class, and then has `prepare_launch` check what it needs.
 """
 
 from __future__ import annotations
