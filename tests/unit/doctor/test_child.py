@@ -16,7 +16,7 @@ import pytest
 from pat_vllm.doctor import child
 from pat_vllm.doctor.child import ChildResult, environment, run_module
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CHILD = "tests.support.child_module"
 
 
