@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 REFUSED_BACK_OFF = 1.0
-"""Seconds without a switch of the policy's after one that was refused."""
+"""Seconds for which the policy is not asked after a switch was refused."""
 FAILED_BACK_OFF = 60.0
-"""The same after one that could not be planned by a mistake of PAT's."""
+"""Seconds for which the policy is not asked after planning a switch failed, a mistake of PAT's."""
 REQUEST_TIMEOUT = 60.0
 """Seconds in which the engine has to take up a switch that another thread asks for."""
 

@@ -18,24 +18,25 @@ Chain: TypeAlias = Sequence[bytes]
 Block = TypeVar("Block")
 
 REMEMBERED_BLOCKS = 1 << 20
-"""Blocks of all remembered chains together; the chains that ended first are forgotten first."""
+"""Most blocks of all remembered chains together; the chains that ended first are forgotten first.
+A bound on memory: so many of vLLM's SHA-256 hashes take less than 100 MB."""
 
 
 class Chains:
-    """The chains of ended requests.
+    """The chains of ended requests, of which `ReplicaSet` tells.
 
     A request that continues a chain, such as the next turn of a conversation, removes it when it
     arrives, and adds its own when it ends.
     """
 
     def __init__(self) -> None:
-        # By their last hashes; the one that ended first comes first.
+        # Chains by their last hashes; the chain that ended first comes first.
         self._by_end: dict[bytes, Chain] = {}
         self._blocks = 0
 
     def arrived(self, chain: Chain) -> None:
         """A request has arrived, with the chain of its prompt."""
-        for end in self._by_end.keys() & chain:
+        for end in self._by_end.keys() & chain:  # a chain that ends here is a prefix of this one
             self._drop(end)
 
     def ended(self, chain: Chain) -> None:
@@ -69,7 +70,7 @@ class PlacedChain(NamedTuple):
 
 
 class Run(NamedTuple, Generic[Block]):
-    """Blocks of a chain, in its order: of one source replica, in its KV cache `group`."""
+    """Blocks of a chain, in its order, that one source replica has in KV cache group `group`."""
 
     source_replica: int
     blocks: Sequence[Block]
@@ -85,14 +86,17 @@ def fill(
 ) -> list[list[Run[Block]]]:
     """Choose the cached blocks that each target replica gets, as far as it has room.
 
-    Of a chain it gets the blocks that vLLM needs, in each KV cache group, to find it as a prefix.
+    A replica gets those blocks of a chain that vLLM needs, in each KV cache group, to find the
+    chain as a prefix.
 
     Args:
         chains: the most wanted one first. A source may lack some of a chain's blocks.
-        find: by source replica, hashes and group: the blocks; None for one that is not cached.
+        find: takes a source replica, hashes and a group; returns its cached block for each hash,
+            or None.
         kinds: how each KV cache group attends (full attention, a sliding window, ...).
-        held: hashes that each target replica has in any case, by group. What is chosen is added.
-        room: blocks for which each target replica has room.
+        held: for each target replica and group, the hashes of blocks that it gets in any case.
+            The hashes of chosen blocks are added to these sets.
+        room: number of blocks for which each target replica has room.
 
     Returns:
         For each target replica its blocks, the most wanted ones first. No block comes twice, and
@@ -119,13 +123,13 @@ def _longest_prefix(
     held: Sequence[set[bytes]],
     room: int,
 ) -> list[dict[bytes, Block]]:
-    """The blocks that a target lacks of the longest prefix of a chain that the source has cached
-    and for which there is room.
+    """Find the longest prefix of a chain that the source has cached and the target has room for.
 
-    Begins with the whole chain, and shortens it until both is true.
+    The search begins with the whole chain, and shortens it until both is true.
 
     Returns:
-        By group, the blocks by their hashes, in the order of the chain; none of no prefix.
+        For each group, the blocks of that prefix that the target lacks, by their hashes, in the
+        order of the chain; an empty list if there is no such prefix.
     """
 
     def is_held(group: int) -> Callable[[int], bool]:

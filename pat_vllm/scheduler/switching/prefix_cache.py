@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @cache
 def _suffix(group: int) -> bytes:
-    """What vLLM appends to hashes of a group."""
+    """The bytes that vLLM appends to the hashes of a KV cache group's blocks."""
     return make_block_hash_with_group_id(BlockHash(b""), group)
 
 
@@ -33,7 +33,8 @@ def find(replica: Replica, hashes: Chain, group: int = 0) -> list[KVCacheBlock |
 
 
 def _get(replica: Replica) -> Any:
-    """Gives the cached block of a hash with its group's suffix, or None."""
+    """vLLM's look-up of the cached block of a hash with its group's suffix; it returns None for
+    one that is not cached."""
     return replica.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block.get_one_block
 
 
@@ -50,10 +51,11 @@ def num_cached(replica: Replica, chain: Chain) -> int:
 def place_chains(
     chains: Sequence[Chain], replicas: Sequence[Replica], source: Layout, target: Layout
 ) -> list[PlacedChain]:
-    """Of each chain what a replica of layout `source` still has, and where it goes in `target`.
+    """Find the prefix of each chain that a replica of layout `source` still has, and place it.
 
-    Chains are spread like requests that have their KV. Later requests come to them, for the router
-    looks into the caches. What chains of several replicas have in common is in each of these.
+    Chains are spread over the replicas of layout `target` like requests with their KV. Later
+    requests come to them, since the router looks into the caches. If chains with a common prefix
+    go to several replicas, each of these gets the prefix.
     """
     prefixes: list[tuple[Chain, int]] = []
     for chain in chains:
@@ -86,8 +88,8 @@ def carry_cached(
     Args:
         wanted: chains, the most wanted one first.
         held: hashes of the blocks that come to each new replica with its requests, by group.
-        replicas: those that are left.
-        new_replicas: the new ones.
+        replicas: those of the layout that the switch leaves.
+        new_replicas: those of the layout that it enters.
 
     Returns:
         Where the KV of these blocks lies, and where it goes.
@@ -105,7 +107,7 @@ def carry_cached(
     )
     return [
         RequestBlocks(
-            "cached",
+            "cached",  # in place of a request id, for errors
             run.source_replica,
             tuple(block.block_id for block in run.blocks),
             replica.index,

@@ -40,7 +40,7 @@ class SwitchRefused(Exception):
     """The switch cannot be made now; its text says why. Generation goes on as it was.
 
     Attributes:
-        reason: a short name of it, one of `REFUSALS`.
+        reason: a short name of why, one of `REFUSALS` (`reporting/values.py`).
     """
 
     def __init__(self, reason: str, why: str) -> None:
@@ -49,7 +49,7 @@ class SwitchRefused(Exception):
 
 
 class PlanningFailed(Exception):
-    """Planning raised what it should not; its cause is the exception. All is as it was before."""
+    """Planning raised an exception that it should not, which is `__cause__`. The plan is undone."""
 
 
 _CHANGED_BY_PLANNING = (
@@ -59,8 +59,8 @@ _CHANGED_BY_PLANNING = (
     "skip_reading_prefix_cache",
     "spec_token_ids",
 )
-"""The fields of a request that planning changes. The old layout's queues and blocks it leaves
-alone."""
+"""The fields of a request that planning changes and an undone plan restores. Planning leaves the
+old layout's queues and blocks alone."""
 
 
 def switch(
@@ -68,11 +68,13 @@ def switch(
 ) -> tuple[list[Replica], SwitchReport]:
     """Carry every unfinished request of the active layout to layout `target`.
 
+    `LayoutController._switch` calls it, then `ReplicaSet.replace` with what it returns.
+
     Args:
-        active: the replicas of the active layout; `ReplicaSet.replace` is for the caller to call.
+        active: the replicas of the active layout, which it leaves in place.
         costs: chooses for each request whether it takes its KV along or computes it again.
         switch_id: number of this switch.
-        reason: for the report.
+        reason: who asks for it, one of `SWITCH_REASONS` (`reporting/values.py`).
 
     Returns:
         The replicas of `target`, and what was done.
@@ -157,15 +159,16 @@ def _plan(
 
 
 def _carried(active: ReplicaSet, target: Layout, costs: CostModel) -> list[CarriedRequest]:
-    """The unfinished requests in the order in which they are to be served: what has begun comes
-    first, wherever it was, then what arrived first.
+    """The unfinished requests in the order in which the target layout is to serve them.
 
-    A request for which computing again is cheaper than moving KV does not read carried caches.
+    Requests that have started come first, replica by replica, then the others by arrival. Where
+    computing again is cheaper than moving KV, a request does not read carried caches either.
     """
     num_seqs = active.num_seqs
     carried = []
     for replica in active.replicas:
         scheduler = replica.scheduler
+        # In vLLM's queue `kv_holding_waiting` are requests that have not run since the last switch.
         for request in (*scheduler.running, *scheduler.kv_holding_waiting, *scheduler.waiting):
             computed = request.num_computed_tokens
             move_is_cheaper = costs.choose(computed, active.layout, target, num_seqs) == "migrate"
@@ -213,7 +216,7 @@ def _report(
     laps: Mapping[str, float],
     times: Sequence[SwitchTimes],
 ) -> SwitchReport:
-    """What was done, which is logged, too."""
+    """Make the report of a switch, and log its main figures."""
     slowest = SwitchTimes.slowest(times)
     report = SwitchReport(
         at=begun,
@@ -264,7 +267,7 @@ class _Clock:
         self._last = time.perf_counter()
 
     def lap(self, part: str) -> None:
-        """A part has ended, and the next one begins."""
+        """Note that `part` has ended. The next one begins."""
         now = time.perf_counter()
         self.laps[part] = now - self._last
         self._last = now

@@ -1,4 +1,4 @@
-"""What becomes of the requests at a switch: they go to new replicas, with their KV or without."""
+"""The plan of a switch: to which new replica each request goes, and whether its KV goes along."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class CarriedRequest:
     """A live request at a switch.
 
     Attributes:
-        replica: where it is in the source layout.
-        computed: tokens whose KV is there; 0 when it waits.
-        started: whether a worker knows it.
-        migrates: whether it takes its KV along.
-        reads_cache: whether it takes along what is cached for it, where it does not take its KV.
+        replica: index of its replica in the source layout.
+        computed: tokens whose KV it has there.
+        started: whether model runners know it, since it runs or has run.
+        migrates: whether it is to take its KV along.
+        reads_cache: whether the prefix that is cached for it goes along, if its own KV does not.
     """
 
     request: Request
@@ -48,7 +48,12 @@ class CarriedRequest:
 
 @dataclass(frozen=True)
 class _Admission:
-    """What a new replica is to receive: its scheduler's step, and blocks by request and group."""
+    """The requests that a new replica receives with their KV.
+
+    Attributes:
+        step: the step in which its scheduler allocated their blocks. It schedules no tokens.
+        blocks: their block ids, by request id and KV cache group.
+    """
 
     step: SchedulerOutput
     blocks: Mapping[str, tuple[list[int], ...]]
@@ -61,10 +66,10 @@ class SwitchPlan:
     Attributes:
         carried: the unfinished requests.
         replicas: those of the target layout.
-        placement: replica of each request there, by request id.
-        moves: the KV that moves.
-        cached_tokens: tokens of cached prefixes among it that no request uses.
-        admissions: what each new replica is to receive.
+        placement: index of each request's replica there, by request id.
+        moves: the KV blocks that move.
+        cached_tokens: tokens of the blocks in `moves` that are cached prefixes, not a request's KV.
+        admissions: what each of `replicas` receives.
     """
 
     carried: Sequence[CarriedRequest]
@@ -85,10 +90,10 @@ class SwitchPlan:
     ) -> SwitchPlan:
         """Place the requests in the `new_replicas` of `target`, which allocate their blocks.
 
-        Changes requests that take their KV along. The blocks that these leave free get cached KV:
-        first what is cached for requests that wait. Then, unless `chains` is None, what later
-        requests may ask for: prefixes of live requests, and of ended ones (`chains`, hashes of
-        their blocks, the last ended first).
+        Requests that migrate are changed: `_allocate` enqueues them in the new schedulers. Blocks
+        that these leave free get cached KV. The prefixes that requests without KV of their own will
+        read come first. Unless `chains` is None, prefixes that later requests may ask for follow:
+        those of migrating requests, then those of ended ones (`chains`, the last ended first).
         """
         source = active.layout
         placement = place_requests(
@@ -111,7 +116,7 @@ class SwitchPlan:
         return cls(carried, new_replicas, placement, tuple(moves), cached_tokens, admissions)
 
     def command(self, switch_id: int, source: Layout, target: Layout) -> SwitchCommand:
-        """What the workers are told. They know of the requests that have started."""
+        """The message to the workers, which names the requests that model runners know."""
         started = [c.request.request_id for c in self.carried if c.started]
         placement = {request_id: self.placement[request_id] for request_id in started}
         return SwitchCommand(switch_id, source, target, self.moves, placement)
@@ -142,9 +147,9 @@ def _allocate(
 ) -> _Admission:
     """Let a new scheduler allocate blocks for the KV that migrates to it.
 
-    It sees requests whose tokens are computed elsewhere (`PATConnector`). One scheduling pass
-    admits them, as far as the pool reaches, and schedules nothing. What finds no room stays
-    queued, to be computed again.
+    `PATConnector` (`kv_transfer/connector.py`) tells it that these requests' tokens are computed
+    elsewhere. One call of its `schedule` admits the requests for which its block pool has room,
+    and schedules no tokens. The others stay queued, to be computed again.
     """
     arriving = [
         c for c in carried if c.migrates and placement[c.request.request_id] == replica.index
@@ -167,7 +172,7 @@ def _allocate(
 def _request_blocks(
     carried: Sequence[CarriedRequest], replicas: Sequence[Replica], admissions: Sequence[_Admission]
 ) -> list[RequestBlocks]:
-    """Old and new blocks of each request that migrates."""
+    """Old and new blocks of each request that migrates, for each KV cache group."""
     by_id = {c.request.request_id: c for c in carried}
     blocks = []
     for target_replica, admission in enumerate(admissions):
@@ -200,7 +205,11 @@ def _carry_caches(
     placement: Mapping[str, int],
     admissions: Sequence[_Admission],
 ) -> list[RequestBlocks]:
-    """Fill blocks that are left free with what is cached, in the order of `SwitchPlan.of`."""
+    """Fill blocks that are left free with cached prefixes, in the order that `SwitchPlan.of` says.
+
+    Returns:
+        The blocks whose KV has to move for that.
+    """
     loaded = {id_ for admission in admissions for id_ in admission.blocks}
     wanted = [
         PlacedChain(hashes[:cached], c.replica, placement[c.request.request_id])
@@ -214,7 +223,7 @@ def _carry_caches(
             PlacedChain(chain, c.replica, placement[c.request.request_id])
             for c in carried
             if c.request.request_id in loaded
-            and (chain := _found_with_more(c, active.factory.kinds))
+            and (chain := _prefix_to_complete(c, active.factory.kinds))
         ]
         wanted += place_chains(chains, active.replicas, active.layout, target)
     if not wanted:
@@ -230,11 +239,15 @@ def _carry_caches(
     return carry_cached(wanted, held, active.replicas, new_replicas)
 
 
-def _found_with_more(carried: CarriedRequest, kinds: Kinds) -> Chain:
-    """The full blocks of a request whose KV moves; none if what moves is enough for a hit of them.
+def _prefix_to_complete(carried: CarriedRequest, kinds: Kinds) -> Chain:
+    """The full blocks of a migrating request, if a cache hit of them needs more blocks than move.
 
-    A hit needs the window before their end. The request's own window has moved on since, and no
-    longer has its first blocks."""
+    A hit needs what `StateKind.held` names for the full blocks. For all tokens of the request it
+    may name later ones, as a sliding window has moved on; only these move with the request.
+
+    Returns:
+        Their hashes; none if the blocks that move are enough for a hit.
+    """
     size = block_size(kinds)
     full = carried.computed // size
     if all(kind.held(full * size).start == kind.held(carried.computed).start for kind in kinds):
@@ -243,7 +256,7 @@ def _found_with_more(carried: CarriedRequest, kinds: Kinds) -> Chain:
 
 
 def _rewind(carried: CarriedRequest) -> None:
-    """Make a request look to its new scheduler like a preempted one, or leave it a new one."""
+    """Make a request look preempted to its new scheduler if it has started, else new."""
     request = carried.request
     request.num_computed_tokens = 0
     request.spec_token_ids = []
@@ -251,16 +264,19 @@ def _rewind(carried: CarriedRequest) -> None:
     # a half-computed request back until it has (`AsyncScheduler` with Model Runner V2).
     request.next_decode_eligible_step = 0
     if request.status == RequestStatus.RUNNING:
-        # How vLLM tells a request that a worker knows from one that it does not.
+        # By this number vLLM tells a request that model runners know from one that they do not.
         request.num_preemptions += 1
         request.status = RequestStatus.PREEMPTED
     elif request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
-        # Carried by the previous switch, and not run since.
+        # The previous switch carried it, and it has not run since.
         request.status = RequestStatus.PREEMPTED if carried.started else RequestStatus.WAITING
 
 
 def _enqueue(replica: Replica, request: Request) -> None:
-    """Add a request that was queued before: its events were reported, its drafts counted."""
+    """Add a carried request to a new scheduler, as vLLM does when one arrives.
+
+    vLLM would reset its draft counts, and report that it was queued: both are kept as they were.
+    """
     drafts, events = request.spec_decode_metrics, request.events
     request.events = []
     replica.scheduler.add_request(request)
