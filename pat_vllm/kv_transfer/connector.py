@@ -2,9 +2,9 @@
 
 Scheduler side: the new layout's stock schedulers ask it how many tokens of a request are computed
 elsewhere, allocate blocks for them, and hold the request until the load has finished. So
-admission, block allocation and prefix caching at a switch are vLLM's own.
-Worker side: each layout registers its views of the KV buffer; a load copies blocks from the views
-of the layout that is left to those of the layout that is entered.
+admission, block allocation and prefix caching at a switch are vLLM's own. `SwitchPlan` drives it.
+Worker side: each layout registers its views of the KV buffer. `PATWorkerMixin._move_kv` has it load
+blocks from the views of the layout that is left to those of the layout that is entered.
 """
 
 from __future__ import annotations
@@ -55,16 +55,20 @@ class PATConnector(KVConnectorBase_V1, SupportsHMA):
         groups = kv_cache_config.kv_cache_groups
         self._group_of = {name: i for i, group in enumerate(groups) for name in group.layer_names}
         self._carried: dict[str, int] = {}
+        """Computed tokens of announced requests without blocks yet, by request id."""
         self._allocated: dict[str, tuple[list[int], ...]] = {}
+        """Blocks for announced requests since the last step, by request id and KV cache group."""
         self._specs = [group.kv_cache_spec for group in groups]
         self._regions: list[dict[int, str]] = []
+        """For each region of the KV buffer, the layer that each group has there."""
         self._segments: dict[str, list[torch.Tensor]] = {}
+        """By layer, the views that `StateKind.segments` makes of its blocks."""
         self.kv_caches: dict[str, torch.Tensor] = {}
 
     # ---------------------------------------------------------------- scheduler side
 
     def announce(self, carried: Mapping[str, int]) -> None:
-        """Requests whose first tokens (request id -> number) are computed in another layout."""
+        """Note how many first tokens of each request (by id) are computed in another layout."""
         self._carried = dict(carried)
 
     def withdraw(self) -> None:
@@ -119,9 +123,9 @@ class PATConnector(KVConnectorBase_V1, SupportsHMA):
     # ---------------------------------------------------------------- worker side
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """The layout's views of the KV buffer: layer name -> [blocks, heads, tokens, content].
+        """Take the layout's views of the KV buffer: layer name -> [blocks, heads, tokens, content].
 
-        Layers of several groups lie in one region, where each has blocks of its own.
+        A region may have one layer each of several KV cache groups, with blocks of its own.
         """
         self.kv_caches, self._segments = kv_caches, {}
         regions: dict[int, dict[int, str]] = defaultdict(dict)
@@ -148,6 +152,7 @@ class PATConnector(KVConnectorBase_V1, SupportsHMA):
         the same bytes of the buffer in every layout.
         """
         exchange.bytes_sent = 0
+        # Regions in which the same groups have layers move the same blocks: they share a staging.
         for _, alike in groupby(self._regions, key=lambda region: region.keys()):
             regions = [self._views(region, source) for region in alike]
             parts = [
@@ -160,9 +165,9 @@ class PATConnector(KVConnectorBase_V1, SupportsHMA):
 
     @torch.inference_mode()
     def clear_null_block(self) -> None:
-        """Zero the null block, as stock vLLM has it: other layouts have requests' blocks there.
+        """Zero the null block, as in stock vLLM. Other layouts have requests' blocks in its memory.
 
-        Call it when nothing is left to be read in those layouts.
+        To be called when nothing in those blocks has to be read any more.
         """
         for view in self.kv_caches.values():
             view[NULL_BLOCK].zero_()
@@ -170,8 +175,12 @@ class PATConnector(KVConnectorBase_V1, SupportsHMA):
     def _views(
         self, region: Mapping[int, str], source: PATConnector
     ) -> list[tuple[list[int], tuple[torch.Tensor, torch.Tensor]]]:
-        """Groups whose blocks have one shape, with the two layouts' views of the region; of blocks
-        in several segments, of each of them."""
+        """The views through which the blocks of a region move.
+
+        Returns:
+            KV cache groups that share a view, since their blocks have one shape, and that view in
+            the source and in the target layout. Each segment of a block is an entry of its own.
+        """
         groups: dict[Any, list[int]] = defaultdict(list)
         views = {}
         for group, name in sorted(region.items()):

@@ -163,10 +163,8 @@ class Part(NamedTuple):
     target: torch.Tensor
 
     def staged(self) -> tuple[StagedBlocks, StagedBlocks]:
-        """What is packed of the source's view for each rank, and unpacked from it to the target's.
-
-        Blocks and heads in the plan's order.
-        """
+        """What is packed from the source's view for each rank, and what is unpacked from each rank
+        to the target's view; blocks and heads in the plan's order."""
         sends = [
             [(move.source_blocks, move.route.source_heads) for move in to]
             for to in self.moves.sends
@@ -202,8 +200,8 @@ class Exchange:
     def staging(self, parts: Sequence[Part]) -> Iterator[None]:
         """Stage the same moves for any number of regions. At the end all of them have arrived.
 
-        A region is the memory of a layer. Groups have layers in the same one, whose blocks are of
-        several shapes where groups differ in more than their blocks: a part for each.
+        A region is the memory of a layer, or of one layer each of several KV cache groups. There is
+        a part for each shape of block in it.
 
         Staging takes the bytes of one layer's moves. A transport that does not share memory takes
         them in both directions, and for two layers where the moves are a small part of a layer.
@@ -211,7 +209,8 @@ class Exchange:
         rank are staged, too, because both views lie over the same memory.
         """
         parts = [Part(part.moves, _words(part.source), _words(part.target)) for part in parts]
-        # For a layer there is always room, and for a round in each direction (`staged_share`).
+        # For a layer there is always room, and for a round in each direction (`staged_share` in
+        # start/memory_estimate.py).
         layer = max(view.nbytes for part in parts for view in (part.source, part.target))
         room = layer + 2 * layer // ROUNDS
         staged = sum(part.moves.most_staged * part.source[0, 0].nbytes for part in parts)
@@ -235,6 +234,7 @@ class Exchange:
             self._transport.release()
 
     def _prepare_rounds(self, parts: Sequence[Part], rounds: int) -> None:
+        """Split the moves into rounds. Take memory for all that a region sends, and for a round."""
         self._rounds = [
             (index, *part._replace(moves=moves).staged())
             for index, part in enumerate(parts)
@@ -325,7 +325,7 @@ def _meet(group: dist.ProcessGroup, device: torch.device) -> None:
 
 
 def _largest(counts: Sequence[Sequence[int]]) -> list[int]:
-    """By peer."""
+    """The largest count of each peer."""
     return [max(of_peer) for of_peer in zip(*counts, strict=True)]
 
 

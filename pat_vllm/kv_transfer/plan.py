@@ -16,7 +16,8 @@ from pat_vllm.layout import Layout
 from pat_vllm.models.kinds import Kinds, StateKind
 
 ROUNDS = 32
-"""Rounds in which a layer arrives where much of it moves. What arrives in one is staged."""
+"""Number of rounds in which a layer arrives, if much of it moves. What arrives in one round is
+staged: more rounds take less memory and exchange smaller messages."""
 EXCHANGE_CHANNELS = 8
 """At most so many channels of NCCL's move KV between two ranks: each takes memory of every device
 for every other one, in the whole life of an engine. By default there are up to 32 over NVSwitch."""
@@ -30,7 +31,7 @@ class RequestBlocks:
     same tokens.
 
     Attributes:
-        group: of the layers whose KV it is.
+        group: index of the KV cache group whose layers' KV it is.
     """
 
     request_id: str
@@ -67,7 +68,7 @@ class BlockMove:
     """Blocks whose `route` heads are copied; `source_blocks[i]` goes to `target_blocks[i]`.
 
     Attributes:
-        group: in whose layers.
+        group: index of the KV cache group in whose layers they are.
     """
 
     route: HeadRoute
@@ -144,8 +145,8 @@ class RankMoves:
     Both sides list a pair's moves in the plan's order, so that packed bytes need no headers.
 
     Attributes:
-        most_staged: (block, head) pairs that a rank sends and receives, of the rank with most.
-            Alike on all ranks.
+        most_staged: number of (block, head) pairs sent and received by the rank with most of them.
+            The same on all ranks.
     """
 
     sends: tuple[tuple[BlockMove, ...], ...]

@@ -1,7 +1,8 @@
-"""Staging memory that the ranks of one host share, so that KV blocks are copied once each way.
+"""Staging memory that the CPU ranks of one host share, in place of a collective over sockets.
 
-Each rank packs into a segment of its own and reads what is meant for it in the others' segments.
-On CPU this moves bytes at the speed of memory, where a collective takes them through a socket.
+Each rank packs KV blocks into a segment of its own, and unpacks the parts that are meant for it
+from all ranks' segments. So bytes are copied twice, at the speed of memory.
+`best_transport` in `exchange.py` chooses it.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ import torch
 import torch.distributed as dist
 
 _PAGE = 4096
+"""Bytes of a segment's header."""
 _FIXED_WORDS = 2
-"""Words of a segment's header before the starts of its parts: barriers passed, bytes of data."""
+"""8-byte words of a header before the starts of the parts: barriers reached, bytes of data."""
 _KEPT_BYTES = 64 << 20
 """Staging memory that is kept from one switch to the next; what is larger is given back."""
 _TIMEOUT_SECONDS = 300.0
+"""Longest wait of a rank for another one, as long as vLLM by default waits for a step."""
 _SPINS = 20_000
-"""Times that a waiting rank polls a flag before it sleeps between polls."""
+"""Times that a waiting rank polls another's header before it sleeps between polls."""
 
 _fence_lock = threading.Lock()
 
@@ -38,7 +41,7 @@ class SharedMemoryTransport:
         self._rank = dist.get_rank(group)
         self._segments = segments
         self._own = segments[self._rank]
-        self._round = 0
+        self._barriers = 0
         self._dtype = torch.uint8
         self._receive_bytes: list[int] = []
         self._parts: list[torch.Tensor] | None = None
@@ -49,7 +52,8 @@ class SharedMemoryTransport:
         """Share memory with all ranks of a CPU process group. Every rank calls it.
 
         Returns:
-            None, on every rank, when one cannot map the memory of all, or ranks are too many.
+            None, on every rank, when one cannot map the memory of all, or the header has too few
+            words for all ranks.
         """
         world_size = dist.get_world_size(group)
         if world_size > _PAGE // 8 - _FIXED_WORDS:
@@ -88,7 +92,7 @@ class SharedMemoryTransport:
         self._barrier()
 
     def finish(self) -> list[torch.Tensor]:
-        if self._parts is None:
+        if self._parts is None:  # from `prepare` on, they lie at the same place for each layer
             self._parts = []
             for segment, size in zip(self._segments, self._receive_bytes, strict=True):
                 segment.follow()
@@ -110,14 +114,14 @@ class SharedMemoryTransport:
 
     def _barrier(self) -> None:
         """Wait until every rank is here; what they wrote before is then visible."""
-        self._round += 1
+        self._barriers += 1
         _fence()
-        self._own.header[0] = self._round
+        self._own.header[0] = self._barriers
         _fence()
         give_up = time.monotonic() + _TIMEOUT_SECONDS
         for rank, segment in enumerate(self._segments):
             spins = 0
-            while segment.header[0] < self._round:
+            while segment.header[0] < self._barriers:
                 spins += 1
                 if spins < _SPINS:
                     os.sched_yield()
@@ -132,13 +136,13 @@ class SharedMemoryTransport:
 
 
 class _Segment:
-    """Anonymous memory of one rank that others can map: a page of header, then data.
+    """Anonymous memory of one rank that others can map: a header of one page, then data.
 
     It has no name in any file system, so nothing is left behind whichever way a process ends.
 
     Attributes:
-        header: int64 words: barriers passed, bytes of data, then where each rank's part starts.
-        address: what others need to attach.
+        header: int64 words: barriers reached, bytes of data, then where each rank's part starts.
+        address: what others need for `attach`.
         size: bytes of data, as this process maps it.
     """
 
@@ -151,7 +155,7 @@ class _Segment:
 
     @classmethod
     def create(cls) -> _Segment | None:
-        """A new one, without data; None where the platform cannot make it."""
+        """A new segment without data; None where the platform cannot make one."""
         if not hasattr(os, "memfd_create"):
             return None
         name = f"pat-kv-{secrets.token_hex(8)}"
@@ -175,11 +179,11 @@ class _Segment:
         return None
 
     def resize(self, size: int) -> None:
-        """Make room for `size` bytes; give memory back for 0. Only on the owner."""
+        """Make room for `size` bytes; 0 gives the memory back. Only the owner calls it."""
         if 0 < size <= self.size:
             return
-        # Not left to torch, which writes a zero into the header when it makes a file larger, where
-        # others may still look for the last barrier.
+        # Torch could make the file larger, but would write a zero into the header, where others may
+        # still look for the last barrier.
         os.truncate(self._path, _PAGE + size)
         self.header[1] = size
         self.follow()
