@@ -19,8 +19,8 @@ from pat_vllm.weights.row_order import Block, RowOrder, block_of, common_unit, r
 from pat_vllm.weights.shards import Cut, pieces_of
 
 _SMALL = 256 << 10
-"""Bytes of a parameter whose memory is kept until its model is made: of a convolution, which gets
-its shape when other parameters are there."""
+"""Parameters of at most so many bytes keep their memory until their model is made. Weights of
+convolutions are so small, and get their shape only after the next parameters are there."""
 
 
 class InPlaceShards(WeightStrategy):
@@ -28,7 +28,8 @@ class InPlaceShards(WeightStrategy):
 
     A layout's shard of a row-parallel matrix is a range of columns. Its shard of a column-parallel
     matrix is a block of rows; where the matrix is a fused one, `arrange` brings the rows together.
-    Of fused experts, a layout's shard is a range of them, or such a block or range of each.
+    A layout's shard of fused experts is a range of the experts, or such a block or such a range of
+    each expert.
     A view's address never changes, so that compiled code and CUDA graphs may keep it. The few small
     weights whose shards are not nested (see `Partition`) are copies.
 
@@ -49,6 +50,7 @@ class InPlaceShards(WeightStrategy):
         self._views: list[tuple[Weight, torch.Tensor]] = []
         self._copies: list[tuple[Weight, Weight]] = []
         self._blocks: dict[Cut, dict[int, Block]] = {}
+        """Where layouts find their shards, by cut and `Cut.ways`."""
         self._moves: dict[tuple[Layout, Layout], ByteSwaps] = {}
         self._arranged = self._base_layout
 
@@ -64,8 +66,8 @@ class InPlaceShards(WeightStrategy):
 
     @contextmanager
     def building(self) -> Iterator[None]:
-        """Gives the memory of each parameter back when the next one is made:
-        what has just made it may still give it another shape."""
+        """Inside, give the memory of each parameter back when the next one is registered. Until
+        then, its module may still give it another shape."""
         last: nn.Parameter | None = None
         small: list[nn.Parameter] = []
 
@@ -109,14 +111,18 @@ class InPlaceShards(WeightStrategy):
                     f"vLLM has packed {weight.name} for its kernels, so that the layouts cannot "
                     "share it: set pat.weights='materialized' (and pat.experts='tp')"
                 )
-        # At start, because to work the moves out takes longer than to make them.
+        # Prepared at start: that takes longer than to run them, and a switch would wait for it.
         self._moves = {
             (source, target): self._move(source, target)
             for source, target in permutations(self._places, 2)
         }
 
     def _blocks_of(self, cut: Cut, rows: int) -> dict[int, Block]:
-        """Where each layout finds its shard of what is cut this way, by `Cut.ways`."""
+        """Where each layout finds its shard of weights with this cut, by `Cut.ways`.
+
+        Args:
+            rows: size of the base layout's weights along the cut dimension.
+        """
         padded = cut.padded()
         base = padded.shard(self._places[self._base_layout])
         pieces = {
@@ -126,6 +132,7 @@ class InPlaceShards(WeightStrategy):
         return {ways: block_of(of_layout, rows, unit) for ways, of_layout in pieces.items()}
 
     def _view(self, weight: Weight, base: Weight) -> torch.Tensor:
+        """The part of `base` in which `weight` lies while its layout is arranged."""
         view = base.tensor
         for cut in weight.cuts:
             if cut in self._blocks:
@@ -136,7 +143,7 @@ class InPlaceShards(WeightStrategy):
     # ---------------------------------------------------------------- afterwards
 
     def arrange(self, layout: Layout) -> int:
-        """On a device it is queued in the current stream."""
+        """Swap rows until the shards of `layout` are together; on a GPU, in the current stream."""
         if layout == self._arranged:
             return 0
         move = self._moves[self._arranged, layout]
@@ -145,7 +152,7 @@ class InPlaceShards(WeightStrategy):
         return move.num_bytes
 
     def refresh(self, base: nn.Module, others: Iterable[nn.Module]) -> None:
-        """Where an update has replaced a parameter, takes its values over."""
+        """Copy parameters that an update has replaced into the shared storage; renew the copies."""
         for weight in self._base.values():
             new = weight.current
             if new.data_ptr() != weight.tensor.data_ptr():
@@ -166,7 +173,7 @@ class InPlaceShards(WeightStrategy):
         for weight in self._base.values():
             if weight.storage in seen:
                 continue
-            seen.add(weight.storage)  # of tied weights, one
+            seen.add(weight.storage)  # tied weights have one storage, whose rows move once
             for cut in weight.cuts:
                 for i, swaps in enumerate(swaps_of.get(cut, ())):
                     if i == len(row_swaps):
@@ -178,7 +185,7 @@ class InPlaceShards(WeightStrategy):
         return prepare(row_swaps)
 
     def _order(self, cut: Cut, layout: Layout) -> RowOrder:
-        """What lies where in a layout, along a dimension that is cut this way."""
+        """The order of rows while `layout` is arranged, in the storage of weights with this cut."""
         base, own = (
             self._blocks[cut][cut.ways(self._places[either])]
             for either in (self._base_layout, layout)

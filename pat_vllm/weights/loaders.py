@@ -35,7 +35,9 @@ DERIVED_FORMAT = "pat-derived"
 class WeightStrategy(ABC):
     """Where the weights of the layouts other than the base layout come from.
 
-    A rank's shard in the base layout contains its shards in all others (see `Layout`).
+    A rank's shard in the base layout contains its shards in all others (see `Layout`). At a start
+    the loaders below call `check` and `capture` for the base layout, `building` and `fill` for each
+    other. `LayoutWeights` calls `release` after that, `arrange` at switches, `refresh` at updates.
     """
 
     def check(self, model: nn.Module) -> None:
@@ -61,8 +63,7 @@ class WeightStrategy(ABC):
 
     @abstractmethod
     def release(self) -> None:
-        """Let go of what only loading needs. To be called when all layouts are filled and vLLM has
-        processed the weights.
+        """Let go of what only loading needs, when all layouts are filled and processed by vLLM.
 
         Raises:
             ValueError: the processing has made the weights unfit for this strategy.
@@ -70,7 +71,7 @@ class WeightStrategy(ABC):
 
     @abstractmethod
     def refresh(self, base: nn.Module, others: Iterable[nn.Module]) -> None:
-        """The weights of the base layout may have changed: give the other layouts the new ones."""
+        """Give the other layouts the base layout's weights again, which may have changed."""
 
     def arrange(self, layout: Layout) -> int:
         """Put the weights of a layout in place.
@@ -79,7 +80,7 @@ class WeightStrategy(ABC):
         the base layout.
 
         Returns:
-            Bytes of weights that came to another place on this rank.
+            Bytes of weights that were moved on this rank.
         """
         return 0
 
@@ -95,7 +96,7 @@ def load_config_of(load_format: str, user: LoadConfig, strategy: WeightStrategy)
 
 
 def change_user_config(config: LoadConfig, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Translate a user's overrides of his load configuration to PAT's, which has his within it.
+    """Translate overrides of the user's load configuration to overrides of PAT's around it.
 
     Args:
         config: PAT's, as `load_config_of` makes it.

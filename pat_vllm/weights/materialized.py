@@ -1,4 +1,4 @@
-"""A copy of the weights for each layout."""
+"""A copy of the weights for each layout, for backends that pack weights, such as CPU's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from pat_vllm.weights.model_weights import Weight, derive, matching_weights, mod
 class MaterializedShards(WeightStrategy):
     """Every layout has its own copy of its weights, in its own storage.
 
-    `capture` copies nothing, but keeps the base model's plain weights alive until `release`.
+    A switch moves no weights. `capture` copies nothing, but keeps the base model's plain weights
+    alive until `release`.
     """
 
     def __init__(self) -> None:

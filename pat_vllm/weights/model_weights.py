@@ -61,7 +61,7 @@ SHARDED_LAYERS = (
     MambaMixer2,
     Mixer2RMSNormGated,
 )
-# Whole on every rank, in every layout.
+# Their weights are whole on every rank, in every layout.
 REPLICATED_LAYERS = (
     ReplicatedLinear,
     RMSNorm,
@@ -81,6 +81,7 @@ REPLICATED_LAYERS = (
 
 
 _WHOLE = Place(tp=1, tp_rank=0)
+"""The place of a weight that nothing cuts."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,8 +91,8 @@ class Weight:
     Attributes:
         tensor: one rank's shard, or the whole weight if nothing cuts it. It shares its storage
             with the parameter, and keeps it when vLLM gives the parameter other data.
-        cuts: of different dimensions.
-        place: of the rank, as far as `cuts` ask for it.
+        cuts: at most one for each dimension; none for a weight that is whole on every rank.
+        place: the rank's place, by which `cuts` choose its shard.
         module, attribute: where the model has it.
     """
 
@@ -128,7 +129,7 @@ def model_weights(model: nn.Module) -> Iterator[Weight]:
         if isinstance(module, MoERunner):
             check_gates(path, module)
         if isinstance(module, QwenGatedDeltaNetAttention):
-            # Of queries, keys and values, each cut by itself, where its class has one matrix.
+            # vLLM has one matrix, whose parts for queries, keys and values are cut one by one.
             sizes = module.key_dim, module.key_dim, module.value_dim
             convolutions[module.conv1d] = EvenPartition(sizes)
         parameters = {name: p for name, p in module._parameters.items() if p is not None}
@@ -189,12 +190,13 @@ def _weight_loaders(cls: type) -> list[Callable[..., None]]:
 
 
 def _has_loader_of(make: Callable[..., Any], parameter: nn.Parameter) -> bool:
-    """Whether a function of vLLM's has made the loader of a parameter."""
+    """Whether `make`, a function of vLLM's, has made a parameter's weight loader."""
     loader = getattr(parameter, "weight_loader", None)
     return getattr(loader, "__qualname__", "").startswith(f"{make.__qualname__}.<locals>")
 
 
 def _place(module: nn.Module) -> Place:
+    """The rank's place, by which vLLM has cut a module's weights."""
     if isinstance(module, RoutedExperts):
         return expert_place(module)
     if isinstance(module, QwenGatedDeltaNetAttention | Mixer2RMSNormGated):
@@ -213,8 +215,9 @@ def _cuts(
     name: str,
     parameter: nn.Parameter,
 ) -> tuple[Cut, ...]:
+    """How layouts cut a parameter. Raises ValueError if it lacks its layer's weight loader."""
     if isinstance(module, RoutedExperts) and parameter is module.e_score_correction_bias:
-        return ()  # the router's
+        return ()  # it is the router's, which every rank has whole
     cuts = _known_cuts(full_name, module, name)
     loader = getattr(getattr(parameter, "weight_loader", None), "__func__", None)
     own = _weight_loaders(layer)  # without one, the model's `load_weights` or a function cuts it
@@ -228,7 +231,7 @@ def _cuts(
 
 
 def _known_cuts(full_name: str, module: nn.Module, name: str) -> tuple[Cut, ...] | None:
-    """None: its layer has no weight of that name."""
+    """How layouts cut a layer's weight, by its name; None: the layer has no weight of that name."""
     if isinstance(module, RoutedExperts):
         return expert_cuts(module, name)
     if isinstance(module, OAIAttention):
@@ -247,6 +250,7 @@ def _known_cuts(full_name: str, module: nn.Module, name: str) -> tuple[Cut, ...]
 
 
 def _partition(full_name: str, module: nn.Module, name: str) -> Partition | None:
+    """How a layer's weight or bias is cut; None: every rank has it whole."""
     if isinstance(module, Mixer2RMSNormGated):
         return EvenPartition((module.full_hidden_size,))
     if isinstance(module, RowParallelLinear):
@@ -274,10 +278,7 @@ def _partition(full_name: str, module: nn.Module, name: str) -> Partition | None
 def matching_weights(
     model: nn.Module, base: Mapping[str, Weight]
 ) -> Iterator[tuple[Weight, Weight]]:
-    """Each weight of another layout's model, with the base layout's.
-
-    Args:
-        base: by name.
+    """Each weight of another layout's model, with the base layout's of that name.
 
     Raises:
         ValueError: the model's weights are not those of the base model cut another way.

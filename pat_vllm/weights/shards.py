@@ -33,16 +33,16 @@ class Shard:
 
 
 class Partition(ABC):
-    """How a dimension is cut. Equal for a layer's match in another layout."""
+    """How one dimension of a layer's weight is cut. Those of a layer are equal in all layouts."""
 
     dim: int
     """Dimension of the weight that is cut."""
     nested: ClassVar[bool] = True
-    """Whether a shard consists of rows of the shard of a layout with fewer ranks."""
+    """Whether a rank's shard consists of rows of its shard in a layout with a smaller tp."""
 
     @abstractmethod
     def shard(self, tp: int, tp_rank: int) -> Shard:
-        """The part of rank `tp_rank` of `tp`.
+        """The shard of rank `tp_rank` of `tp`.
 
         Raises:
             ValueError: the layer cannot be cut `tp` ways.
@@ -58,8 +58,8 @@ class EvenPartition(Partition):
     """Fused matrices of `sizes` rows, each cut into `tp` equal parts.
 
     One size for a column-parallel (`dim` 0) or row-parallel (`dim` 1) layer; several for a merged
-    column-parallel one. Of fused experts the first dimension counts experts, and the others come
-    one later.
+    column-parallel one. Weights of fused experts have a first dimension that counts experts, so
+    that `dim` is one higher.
     """
 
     sizes: tuple[int, ...]
@@ -137,10 +137,11 @@ class VocabPartition(Partition):
 
 @dataclass(frozen=True)
 class ExpertPartition(Partition):
-    """Experts, each of them whole on one rank: consecutive ones, as many more as ranks come first.
+    """A range of whole experts for each rank, as vLLM's `determine_expert_map` places them.
 
-    As vLLM's `determine_expert_map` places them. Where the experts do not divide by `tp`, the range
-    of a rank need not lie within its range in a narrower layout, other than tp=1.
+    If `tp` does not divide the experts, the first ranks have one more. Then a rank's range need not
+    lie within its range in a layout with a smaller tp, other than tp=1; `models/moe_config.py`
+    refuses such a base layout.
     """
 
     num_experts: int
@@ -155,7 +156,7 @@ class ExpertPartition(Partition):
 
 @dataclass(frozen=True)
 class FirstPartition(Partition):
-    """`size` rows on the first rank, zeros on the others: what is added to a sum over all ranks."""
+    """`size` rows on the first rank, zeros on the others, as for a bias that an all-reduce adds."""
 
     size: int
     dim: int = 0
@@ -167,10 +168,10 @@ class FirstPartition(Partition):
 
 @dataclass(frozen=True)
 class Cut:
-    """One dimension of a weight, and the layouts in which it is cut.
+    """How one dimension of a weight is cut, and whether it is.
 
     Attributes:
-        experts: only where experts lie so; None: in every layout.
+        experts: the cut is made only where experts lie so (`Place.experts`); None: everywhere.
     """
 
     partition: Partition
@@ -182,15 +183,15 @@ class Cut:
         return self.partition.dim
 
     def ways(self, place: Place) -> int:
-        """Into how many parts it is cut there."""
+        """Into how many parts the dimension is cut, for a rank in that place; 1: it is whole."""
         return place.tp if self.experts in (None, place.experts) else 1
 
     def nested(self, place: Place) -> bool:
-        """Whether the shard there consists of rows of that of a narrower layout."""
+        """Whether that rank's shard consists of rows of its shard in a layout with a smaller tp."""
         return self.partition.nested or self.ways(place) == 1
 
     def shard(self, place: Place) -> Shard:
-        """The part of the rank in that place.
+        """The shard of the rank in that place.
 
         Raises:
             ValueError: the layer cannot be cut so.
