@@ -410,7 +410,10 @@ class PATExecutorMixin(OwnRepliesMixin):
 
     @_fatal
     def switch(self, command: SwitchCommand) -> list[SwitchTimes]:
-        """Have all ranks carry out a switch. No step may be in flight.
+        """Have all ranks carry out `PATWorkerMixin.pat_switch`. No step may be in flight.
+
+        Returns:
+            Each rank's reply, by rank. It means that the rank is in the target layout.
 
         Raises:
             RuntimeError: a worker failed.

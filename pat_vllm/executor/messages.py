@@ -41,8 +41,8 @@ class SwitchTimes:
         kv: the exchange of KV.
         weights: resharding, as far as it is not hidden behind the exchange of KV.
         activate: putting the target layout and its requests' states in place.
-        kv_bytes: bytes of KV that this rank packed, with those that it keeps.
-        weight_bytes: bytes of weights that came to another place.
+        kv_bytes: bytes of KV that this rank packed, those that stay on it included.
+        weight_bytes: bytes of weights that were moved.
     """
 
     states: float

@@ -213,8 +213,8 @@ class V1RequestStateTransfer:
         forget_sampled_tokens(runner.input_batch)
 
     def share(self, host: RunnerV1, runner: RunnerV1) -> None:
-        # Of "ngram_gpu", a row for each request, of which the host may have fewer. A runner without
-        # requests takes them from the host when it gets some.
+        # The drafter "ngram_gpu" has a row in it for each request; `host` may have fewer rows. vLLM
+        # fills a row from the CPU when a request comes, so nothing in it has to be carried.
         if hasattr(host, "token_ids_gpu_tensor"):
             of_host, own = host.token_ids_gpu_tensor, runner.token_ids_gpu_tensor
             larger = max(of_host, own, key=len)
@@ -288,7 +288,7 @@ class V2RequestStateTransfer:
         taken = {
             id_: [state.take(id_, rows.get(id_), {}) for state in carried] for id_ in request_ids
         }
-        # Of a request that another replica has there is nothing here.
+        # A request of another replica has nothing here.
         return {id_: _V2State(packed) for id_, packed in taken.items() if any(packed)}
 
     def restore(self, runner: RunnerV2, states: Mapping[str, _V2State]) -> None:

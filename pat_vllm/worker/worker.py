@@ -329,7 +329,9 @@ class PATWorkerMixin(WeightUpdatesMixin, _Base):
 
     @torch.inference_mode()
     def pat_switch(self, command: SwitchCommand) -> SwitchTimes:
-        """Carry out a switch. Collective over all ranks; no step is in flight.
+        """Carry out a switch, as `PATExecutorMixin.switch` asks. No step is in flight.
+
+        Collective over all ranks. Steps are numbered as in `scheduler/switching/switch.py`.
 
         Returns:
             What each part took on this rank.
@@ -339,16 +341,19 @@ class PATWorkerMixin(WeightUpdatesMixin, _Base):
         assert source is self._active, f"rank {self.rank} is in {self._active.layout}"
         assert target.connector is not None
 
+        # Before 4: what the source's runners keep of requests, for 6.
         started = clock()
         states = gather_states(
             self._state_transfer, source.runner, command, self.rank, cpu_world_group()
         )
         gathered = clock()
 
+        # 5. Reshard: queued first on a GPU, where it runs beside 4.
         with self._side.overlap():
             weight_bytes = self._weights.arrange(target.layout)
         resharded = clock()
 
+        # 4. Move KV.
         kv_bytes = 0
         if command.moves:
             self._move_kv(source, target, command.moves)
@@ -360,6 +365,7 @@ class PATWorkerMixin(WeightUpdatesMixin, _Base):
         self._side.wait()
         weights_done = clock()
 
+        # 6. Activate.
         self._state_transfer.clear(source.runner)
         self._activate(target)
         replica = command.target.replica_of(self.rank)
