@@ -33,8 +33,7 @@ def find(replica: Replica, hashes: Chain, group: int = 0) -> list[KVCacheBlock |
 
 
 def _get(replica: Replica) -> Any:
-    """vLLM's look-up of the cached block of a hash with its group's suffix; it returns None for
-    one that is not cached."""
+    """vLLM's look-up of a cached block, or None, by a hash with its group's suffix."""
     return replica.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block.get_one_block
 
 

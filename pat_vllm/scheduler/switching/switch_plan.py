@@ -205,11 +205,7 @@ def _carry_caches(
     placement: Mapping[str, int],
     admissions: Sequence[_Admission],
 ) -> list[RequestBlocks]:
-    """Fill blocks that are left free with cached prefixes, in the order that `SwitchPlan.of` says.
-
-    Returns:
-        The blocks whose KV has to move for that.
-    """
+    """Fill blocks left free with cached prefixes, as `SwitchPlan.of` says; return which move."""
     loaded = {id_ for admission in admissions for id_ in admission.blocks}
     wanted = [
         PlacedChain(hashes[:cached], c.replica, placement[c.request.request_id])
