@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from pat_vllm.patches.expert_layers import keep_plain_experts
-from pat_vllm.patches.linear_attention import keep_plain_linear_attention
 from pat_vllm.patches.replacing import replace
 
 if TYPE_CHECKING:
     from torch import nn
     from vllm.config import ModelConfig
+    from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 
 
 def keep_plain_weights(model: nn.Module) -> None:
@@ -20,6 +20,9 @@ def keep_plain_weights(model: nn.Module) -> None:
 
     Without it: vLLM frees the plain weights on CPU, of which the layouts' weights are views.
     Missing seam: an option of the CPU platform. Of experts see `keep_plain_experts`.
+
+    Raises:
+        ValueError: vLLM's kernels for CPU run a layer with packed weights only.
     """
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
     from vllm.model_executor.layers.linear import LinearBase
@@ -36,11 +39,21 @@ def keep_plain_weights(model: nn.Module) -> None:
         elif not on_cpu:
             continue
         elif isinstance(module, QwenGatedDeltaNetAttention):
-            keep_plain_linear_attention(module)
+            _refuse_packing(module)
         elif isinstance(module, LinearBase):
             module._cpu_skip_gemm_dispatch = True  # type: ignore[attr-defined]  # vLLM's own name
         elif isinstance(module, VocabParallelEmbedding):
             module.quant_method = _plain_embedding()()
+
+
+def _refuse_packing(layer: QwenGatedDeltaNetAttention) -> None:
+    """Refuse Gated DeltaNet on CPU by vLLM's kernels, which take packed weights."""
+    forward: Any = layer._forward_method
+    if forward.__module__.startswith("vllm."):
+        raise ValueError(
+            "pat.weights is 'inplace', but vLLM's CPU kernels for Gated DeltaNet take packed "
+            "weights, which layouts cannot share; set pat.weights='materialized' or 'auto'"
+        )
 
 
 @functools.cache

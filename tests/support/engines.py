@@ -32,6 +32,11 @@ OPTIONS: dict[str, Any] = {
 }
 
 
+GATED_DELTA_NET = ("qwen3_next", "qwen3_5")
+"""How names of models begin whose layers vLLM runs on CPU with packed weights only."""
+PLAIN_WEIGHTS = "tests.support.weight_updates.WeightUpdates"
+
+
 @contextlib.contextmanager
 def engine(
     model: str,
@@ -72,6 +77,12 @@ def engine(
             options = vision.TEXT_ONLY | options
         if model in LATENT:
             inside.enter_context(latent_in_chunks())
+        if (
+            pat is not None
+            and pat.get("weights") == "inplace"
+            and model.startswith(GATED_DELTA_NET)
+        ):
+            options = {"worker_extension_cls": PLAIN_WEIGHTS} | options
         inside.enter_context(_weights_as(options.get("worker_extension_cls", "")))
         model = str(random_model(model))
         llm = LLM(model=model, tensor_parallel_size=ranks, **{**OPTIONS, **options})

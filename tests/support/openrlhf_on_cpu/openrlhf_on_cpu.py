@@ -42,13 +42,6 @@ def look_like_gpus(module: Any) -> None:
     module.CpuPlatform.is_sleep_mode_available = lambda self: True
 
 
-def keep_weights_plain(module: Any) -> None:
-    """vLLM: linear weights stay plain, as on GPUs."""
-    import plain_weights
-
-    plain_weights.patch(module)
-
-
 def sync_over_gloo(module: Any) -> None:
     """OpenRLHF: the group of the weight sync is Gloo's in place of NCCL's."""
     module.stateless_init_process_group = lambda host, port, rank, world, device: _GlooGroup(

@@ -14,6 +14,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 sys.path.append(str(Path(__file__).parents[1] / "plain_weights"))
 sys.path.append(str(Path(__file__).parents[1] / "ray_on_cpu"))
 import patient_ray
+import plain_weights
 from on_import import patch_on_import
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -22,7 +23,7 @@ patch_on_import(
         patient_ray.MODULE: patient_ray.patch,
         "ray._private.worker": patches.give_gpus,
         "vllm.platforms.cpu": patches.look_like_gpus,
-        "vllm.model_executor.layers.utils": patches.keep_weights_plain,
+        **plain_weights.ON_IMPORT,
         "openrlhf.utils.distributed_util": patches.sync_over_gloo,
         "openrlhf.trainer.ray.utils": patches.name_gpus,
         "openrlhf.trainer.ray.vllm_worker_wrap": patches.receive_on_cpu,

@@ -5,29 +5,48 @@ vLLM packs them for its CPU kernels and frees the plain ones, so that no trainer
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
-MODULE = "vllm.model_executor.layers.utils"
+# Under one name, whatever that of this module is: it registers an operation.
+sys.path.append(str(Path(__file__).parent))
 
 
 def apply() -> None:
     """Have vLLM keep plain weights in this process. To be called before a model is loaded."""
     import vllm.model_executor.layers.utils as utils
-    from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 
-    from pat_vllm.patches import delta_net
-
-    patch(utils)
-    # vLLM's kernels for CPU take the convolution's weights for packed ones.
-    QwenGatedDeltaNetAttention.forward_cpu = delta_net.forward
+    keep_linear_plain(utils)
+    run_linear_attention_plain()
 
 
-def patch(utils: Any) -> None:
-    """Patch the module `MODULE`."""
+def keep_linear_plain(utils: Any) -> None:
+    """Patch `vllm.model_executor.layers.utils`."""
     utils.dispatch_cpu_unquantized_gemm = _keep_plain
 
 
+def run_linear_attention_plain(module: Any = None) -> None:
+    """Patch the module of vLLM's Gated DeltaNet, whose kernels for CPU take packed weights only."""
+    if module is None:
+        import vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn as module
+    import delta_net
+
+    module.QwenGatedDeltaNetAttention.forward_cpu = delta_net.forward
+
+
+ON_IMPORT: Mapping[str, Callable[[Any], None]] = {
+    "vllm.model_executor.layers.utils": keep_linear_plain,
+    "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn": run_linear_attention_plain,
+}
+"""What `patch_on_import` is to call, in place of `apply`, where vLLM is not imported yet."""
+
+
 def _keep_plain(layer: torch.nn.Module, remove_weight: bool) -> None:
+    import torch
+
     layer.cpu_linear = torch.nn.functional.linear

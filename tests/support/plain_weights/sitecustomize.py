@@ -4,9 +4,9 @@ import sys
 from pathlib import Path
 
 # Now: a child of a process that had no PYTHONPATH may get another path.
-from plain_weights import MODULE, patch
+from plain_weights import ON_IMPORT
 
 sys.path.append(str(Path(__file__).parents[1]))
 from on_import import patch_on_import
 
-patch_on_import({MODULE: patch})
+patch_on_import(ON_IMPORT)

@@ -11,13 +11,11 @@ from vllm.config import CacheConfig, ModelConfig, MultiModalConfig, VllmConfig
 from vllm.distributed.device_communicators import custom_all_reduce, flashinfer_all_reduce
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.engine.arg_utils import EngineArgs
-from vllm.forward_context import ForwardContext
 from vllm.model_executor.layers.linear import ColumnParallelLinear, LinearBase, RowParallelLinear
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2, Mixer2RMSNormGated
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
-from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.core import kv_cache_coordinator
 from vllm.v1.core.sched.interface import SchedulerInterface
@@ -141,20 +139,13 @@ def specs_of_kinds(
     )
 
 
-def of_linear_attention(
-    layer: QwenGatedDeltaNetAttention, step: GDNAttentionMetadata, context: ForwardContext
-) -> tuple[Any, ...]:
-    """What `patches/delta_net.py` asks for and replaces, and rules name by a path."""
+def of_linear_attention(layer: QwenGatedDeltaNetAttention) -> tuple[Any, ...]:
+    """What `patches/weights.py` and `model_weights.py` ask for, and rules name by a path."""
     return (
-        *(layer._forward_method, layer.forward_cpu, layer.in_proj_qkvz, layer.in_proj_ba),
-        *(layer.gqa_interleaved_layout, layer.fix_query_key_value_ordering, layer.prefix),
-        *(layer._output_projection, layer.conv1d, layer.A_log, layer.dt_bias, layer.kv_cache),
-        *(layer.key_dim, layer.value_dim, layer.head_k_dim, layer.head_v_dim, layer.tp_size),
-        *(layer.num_k_heads, layer.num_v_heads, layer.tp_rank),
-        *(step.non_spec_state_indices_tensor, step.non_spec_query_start_loc),
-        *(step.num_decodes, step.num_prefills, step.has_initial_state),
-        *(context.attn_metadata, context.no_compile_layers, CacheConfig.mamba_cache_mode),
-        *(CacheConfig.prefix_match_unit, CacheConfig.user_specified_block_size),
+        *(layer._forward_method, layer.conv1d, layer.A_log, layer.dt_bias, layer.kv_cache),
+        *(layer.key_dim, layer.value_dim, layer.num_v_heads, layer.tp_size, layer.tp_rank),
+        *(CacheConfig.mamba_cache_mode, CacheConfig.prefix_match_unit),
+        CacheConfig.user_specified_block_size,
     )
 
 

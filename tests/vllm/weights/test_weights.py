@@ -501,6 +501,13 @@ def test_a_whole_model(name: str, base_tp: int, ranks: list[int]) -> None:
     check_ranks(name, base_tp, ranks)
 
 
+def test_vllms_kernels_for_packed_linear_attention_are_refused(
+    stock_linear_attention: None,
+) -> None:
+    with pytest.raises(ValueError, match=r"pat\.weights='materialized' or 'auto'"):
+        check_ranks("qwen3_next", 1, [0])
+
+
 @pytest.fixture(autouse=True)
 def no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """As vLLM's CPU runner has it: there is none whose cache could be emptied."""

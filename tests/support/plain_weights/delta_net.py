@@ -1,4 +1,4 @@
-"""Gated DeltaNet in torch, token by token and in float32: for weights that vLLM has not packed.
+"""Gated DeltaNet in torch, token by token and in float32, for plain weights. Test support only.
 
 vLLM's kernels for CPU take the convolution's weights packed, and 16 bits only.
 """
@@ -14,7 +14,7 @@ from vllm.utils.torch_utils import direct_register_custom_op
 
 
 def forward(layer: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    """Of a `QwenGatedDeltaNetAttention`, as its `forward_cpu`.
+    """Run a layer, a `QwenGatedDeltaNetAttention`, in place of its `forward_cpu`.
 
     Args:
         hidden_states: `[tokens, hidden]`.

@@ -11,7 +11,9 @@ import vllm._custom_ops as ops
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 from vllm.model_executor.layers.mamba.ops.cpu.gdn_attention import _cpu_gdn_attention_nonspec
 
-from pat_vllm.patches import delta_net
+from tests.support.plain_weights import plain_weights  # noqa: F401  # puts `delta_net` on the path
+
+import delta_net  # isort: skip
 
 KEYS, VALUES, WIDTH, KERNEL, SLOTS = 2, 4, 64, 4, 6
 COLUMNS = (2 * KEYS + VALUES) * WIDTH
