@@ -77,11 +77,8 @@ def engine(
             options = vision.TEXT_ONLY | options
         if model in LATENT:
             inside.enter_context(latent_in_chunks())
-        if (
-            pat is not None
-            and pat.get("weights") == "inplace"
-            and model.startswith(GATED_DELTA_NET)
-        ):
+        in_place = (pat or {}).get("weights") == "inplace"
+        if in_place and model.startswith(GATED_DELTA_NET):
             options = {"worker_extension_cls": PLAIN_WEIGHTS} | options
         inside.enter_context(_weights_as(options.get("worker_extension_cls", "")))
         model = str(random_model(model))

@@ -5,6 +5,7 @@ vLLM packs them for its CPU kernels and frees the plain ones, so that no trainer
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,10 +20,8 @@ sys.path.append(str(Path(__file__).parent))
 
 def apply() -> None:
     """Have vLLM keep plain weights in this process. To be called before a model is loaded."""
-    import vllm.model_executor.layers.utils as utils
-
-    keep_linear_plain(utils)
-    run_linear_attention_plain()
+    for name, patch in ON_IMPORT.items():
+        patch(importlib.import_module(name))
 
 
 def keep_linear_plain(utils: Any) -> None:
@@ -30,10 +29,8 @@ def keep_linear_plain(utils: Any) -> None:
     utils.dispatch_cpu_unquantized_gemm = _keep_plain
 
 
-def run_linear_attention_plain(module: Any = None) -> None:
+def run_linear_attention_plain(module: Any) -> None:
     """Patch the module of vLLM's Gated DeltaNet, whose kernels for CPU take packed weights only."""
-    if module is None:
-        import vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn as module
     import delta_net
 
     module.QwenGatedDeltaNetAttention.forward_cpu = delta_net.forward
@@ -43,7 +40,7 @@ ON_IMPORT: Mapping[str, Callable[[Any], None]] = {
     "vllm.model_executor.layers.utils": keep_linear_plain,
     "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn": run_linear_attention_plain,
 }
-"""What `patch_on_import` is to call, in place of `apply`, where vLLM is not imported yet."""
+"""The patches by the modules that they are for, as `patch_on_import` takes them."""
 
 
 def _keep_plain(layer: torch.nn.Module, remove_weight: bool) -> None:
