@@ -24,9 +24,10 @@ COLOCATED = (
 )
 """Training and rollouts share two GPUs, weights go by CUDA IPC, and each side sleeps."""
 
-IN_SYNC = 1e-3
+IN_SYNC = 5e-3
 """Bound of `vllm_kl` when rollouts and training have the same weights. Their bfloat16 kernels round
-differently, which is 1e-4 of it; weights of the step before are 1e-1."""
+differently: that is 1e-4 of it, and of the agents' longer contexts 1e-3, with stock vLLM, too.
+Weights of the step before are 1e-1."""
 
 _ENVIRONMENT = {
     "RAY_DEDUP_LOGS": "0",
