@@ -2,7 +2,8 @@
 
 Each patch is a function or a context manager. Its docstring says what breaks without it, and which
 seam vLLM lacks. To apply a patch twice does no harm. A replaced method keeps the original as
-`__wrapped__`; a context manager restores what it replaced.
+`__wrapped__`; a context manager restores what it replaced. A patch that mends a mistake of vLLM's
+names the issue, where there is one, and says with what the patch goes.
 
 Not here, because vLLM offers a seam for it: PAT's executor, workers, scheduler, connector and
 model loaders are subclasses; `support.py` names them in an engine's config;

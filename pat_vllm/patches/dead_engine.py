@@ -114,7 +114,7 @@ def end_in_order() -> None:
     and removes its rings of messages. A front end that hears then that the engine is dead, or of a
     Ctrl-C, asks the core to end, which kills it: a ring stays as long as Python's resource tracker
     lives. A core that hangs is still killed (`front_end.ENDS_WITHIN`). Missing seam: what a core
-    does with signals at its end.
+    does with signals at its end. vLLM's pull request 50529 does the same; with it this goes.
     """
     import vllm.v1.engine.core as core
 
@@ -131,7 +131,8 @@ def let_signals_meet() -> None:
     Without it: a Ctrl-C in a terminal reaches the core and the front end, which then sends the core
     SIGTERM. vLLM's handler sets a `threading.Event`. Where it interrupts itself in there, it waits
     for a lock that it holds, until the core is killed (`front_end.ENDS_WITHIN`). Missing seam:
-    none, a mistake of `SignalCallback`, which vLLM 0.33 has, too.
+    none, a mistake of `SignalCallback`, which vLLM 0.33 has, too, and no issue names. This goes
+    when `trigger` takes no lock.
     """
     from vllm.v1.engine.utils import SignalCallback
 

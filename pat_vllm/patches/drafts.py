@@ -164,7 +164,7 @@ def draft_near_the_longest_context(runner: RunnerV1 | RunnerV2) -> None:
     Without it: as soon as one request of a step does, V1 gives zeros for drafts to all of them, on
     CPU by a CUDA stream, which ends the engine. That protects a drafter's KV cache; the n-gram
     drafter has none, and proposes nothing beyond `max_model_len` itself. vLLM 0.33 does so, too.
-    Missing seam: vLLM does not ask the drafter.
+    Missing seam: vLLM does not ask the drafter. This goes with Model Runner V1.
     """
     assert runner.speculative_config is not None
     if not is_v2(runner) and runner.speculative_config.method == "ngram":
@@ -177,7 +177,8 @@ def end_thinking_in_own_rows(runner: RunnerV1 | RunnerV2) -> None:
     Without it: with a drafter, vLLM counts a request's rows of logits by its drafts. In a step
     without any, each request has none by that, and the first request of the batch gets the tokens
     that all others are to get; a draft length of 0 makes many such steps. vLLM 0.33 does so, too.
-    Missing seam: a sampler that tells the processor whether it verifies drafts.
+    Missing seam: a sampler that tells the processor whether it verifies drafts. This goes with
+    Model Runner V1.
     """
     if is_v2(runner):
         return
@@ -204,7 +205,8 @@ def verify_sampled_drafts() -> None:
     (vLLM issue 55005), so that drafts are verified by whatever lies in the memory, also those of
     greedy requests beside sampled ones. And where no request of a step has a draft, as in a
     prefill, top-k fails. vLLM 0.33 has both mistakes, too. Missing seam: vLLM's registry of kernels
-    would do for the first, but complains in each worker of a kernel that is registered again.
+    would do for the first, but complains in each worker of a kernel that is registered again. This
+    goes when that issue is closed.
     """
     import vllm.v1.sample.rejection_sampler as rejection_sampler
 

@@ -119,7 +119,8 @@ def interrupt_starts() -> None:
     Without it: while the front end waits for the engine core to start, vLLM takes the interrupt for
     the end of that wait. The core has ended by the same interrupt, and the front end then waits for
     its first message, up to 10 minutes (`VLLM_ENGINE_READY_TIMEOUT_S`). Missing seam: none, a
-    mistake of `zmq_socket_ctx`, which vLLM 0.33 has, too (near to it: vLLM issue 32116).
+    mistake of `zmq_socket_ctx`, which vLLM 0.33 has, too. Near to it are vLLM's issue 32116 and its
+    pull request 44751, with which this may go.
     """
     import vllm.v1.engine.utils as cores
 
