@@ -251,8 +251,6 @@ class ReplicaSet:
     def replace(self, layout: Layout, replicas: list[Replica]) -> None:
         """Go on in another layout, whose replicas have the requests now."""
         self.layout = layout
-        if replicas is self.replicas:
-            return
         self._retired, self.replicas = self.replicas, replicas
         self._router.forget()
         if self._cached_with is not None:
