@@ -222,6 +222,7 @@ def _turn(llm: Any, prompts: Sequence[Any], tokens: int) -> dict[str, float]:
     seconds = {}
     with_pat = "pat" in llm.llm_engine.vllm_config.additional_config
     for tp in LAYOUTS if with_pat else LAYOUTS[-1:]:
+        assert llm.reset_prefix_cache()  # the batch before is over, and its layout
         if with_pat:
             pat_vllm.switch(llm, tp=tp)
         produced = _begin(llm, prompts, tokens)
@@ -232,7 +233,7 @@ def _turn(llm: Any, prompts: Sequence[Any], tokens: int) -> dict[str, float]:
     if not with_pat:
         return seconds
     first = len(pat_vllm.report(llm).switches)
-    # The report has ended the last batch, and with it the engine went back to tp=1.
+    assert llm.reset_prefix_cache()  # the engine goes back to tp=1
     produced = _begin(llm, prompts, tokens)
     for i, tp in enumerate((2, 1) * SWITCHES):
         step_until(llm, produced, 3 * (i + 1))
@@ -255,7 +256,6 @@ def _begin(llm: Any, prompts: Sequence[Any], tokens: int) -> dict[str, int]:
     """Add the batch. Returns how many tokens each request has so far: none."""
     from vllm import SamplingParams
 
-    assert llm.reset_prefix_cache()
     params = SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=0.0, detokenize=False)
     for i, prompt in enumerate(prompts):
         llm.llm_engine.add_request(str(i), prompt, params)
