@@ -41,6 +41,11 @@ class Summary:
         return f"{median} ({low}-{high})"
 
 
+def _without_folder(argument: str) -> str:
+    """An argument without the folder in which a path of this machine lies."""
+    return Path(argument).name if argument.startswith("/") else argument
+
+
 def machine() -> dict[str, Any]:
     """Where and with what a measurement was made."""
     spec = sys.modules["__main__"].__spec__
@@ -48,7 +53,7 @@ def machine() -> dict[str, Any]:
     installed = {package.name: package.version for package in distributions()}
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["python", "-m", module, *sys.argv[1:]]),
+        "command": " ".join(["python", "-m", module, *map(_without_folder, sys.argv[1:])]),
         "commit": commit_of(ROOT),
         "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0)),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.openrlhf.training import SWITCHING, assert_trained, training
+from tests.openrlhf.training import IN_SYNC, SWITCHING, assert_trained, training
 from tests.support.random_models import make_model
 
 pytest.importorskip("openrlhf", reason="make test-openrlhf")
@@ -52,7 +52,8 @@ def test_agents() -> None:
     # Tiny models' prefixes are computed again as fast as they are moved.
     pat = {"policy": {"kind": "schedule", "switch_at": {"4": 2}}, "kv_transfer": "migrate"}
     with training(*agent, *prompts, *single, *cached, pat=pat) as run:
-        assert_trained(run, steps=2, over_ray=True)
+        # Rounding alone is up to 8e-4 with stock vLLM, and 1.02e-3 in a static layout.
+        assert_trained(run, steps=2, over_ray=True, bound=5 * IN_SYNC)
         for step, rollout in zip(run.steps, run.rollouts, strict=True):
             assert step["turns"] == 3
             assert step["later_cached"] == step["later_expected"] > 0

