@@ -86,6 +86,16 @@ def tie_word_embeddings(model: nn.Module, model_config: ModelConfig) -> None:
         model_config.word_embeddings_untied_by_checkpoint = False
 
 
+def process_instead(method: Any, finish: Callable[[nn.Module], None]) -> None:
+    """Have vLLM call `finish` in place of a quantization method's processing of one layer.
+
+    Without it: vLLM quantizes, transposes or scales again what the base layout's layer has been
+    processed to already, and of views writes into that. Missing seam: `weights_already_processed`
+    is for whole models, and not served by each of vLLM's methods.
+    """
+    replace(method, "process_weights_after_loading", lambda original: finish)
+
+
 def refuse_load_weights(model: nn.Module, refuse: Callable[..., Any]) -> None:
     """Have `model.load_weights` call `refuse`, which raises.
 

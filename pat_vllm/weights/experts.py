@@ -144,7 +144,6 @@ def backend_of_stock(config: FusedMoEConfig) -> UnquantizedMoeBackend:
 def _reasons(experts: RoutedExperts) -> Iterator[str]:
     """Why layouts cannot share them, and what to set."""
     config, method = experts.moe_config, experts.quant_method
-    parallel, manager = config.moe_parallel_config, experts.expert_map_manager
     if not isinstance(method, UnquantizedFusedMoEMethod):
         yield f"are quantized with {type(method).__name__}: use an unquantized checkpoint"
         return
@@ -154,6 +153,17 @@ def _reasons(experts: RoutedExperts) -> Iterator[str]:
     if backend is UnquantizedMoeBackend.CPU and method.moe_kernel is not None:
         # What vLLM packs has the shape and the loader of what it was.
         yield "vLLM has packed for its CPU kernels: use a GPU"
+    if (config.has_bias and not isinstance(experts, GptOssRoutedExperts)) or (
+        not config.is_act_and_mul
+    ):
+        yield "have biases or no gate: use another model"
+    yield from why_not_shared(experts)
+
+
+def why_not_shared(experts: RoutedExperts) -> Iterator[str]:
+    """Why layouts cannot share a layer's experts, whatever their form, and what to set."""
+    config = experts.moe_config
+    parallel, manager = config.moe_parallel_config, experts.expert_map_manager
     if parallel.enable_eplb or config.num_experts != config.num_logical_experts:
         yield "are moved between ranks for their load: set enable_eplb=False"
     if manager.placement_strategy != "linear":
@@ -162,12 +172,9 @@ def _reasons(experts: RoutedExperts) -> Iterator[str]:
         yield "are sent tokens by other groups: set data_parallel_size=1"
     if manager.num_fused_shared_experts:
         yield "have shared ones among them: set VLLM_ROCM_USE_AITER_FUSION_SHARED_EXPERTS=0"
-    has_bias = config.has_bias and not isinstance(experts, GptOssRoutedExperts)
-    if has_bias or not config.is_act_and_mul:
-        yield "have biases or no gate: use another model"
     if (
         config.hidden_dim != config.hidden_dim_unpadded
         or config.intermediate_size_per_partition != config.intermediate_size_per_partition_unpadded
         or config.tp_shard_with_padding
     ):
-        yield f"are padded for {backend.value}: set moe_backend='triton'"
+        yield "are padded for their kernels: set moe_backend='triton'"

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import permutations
+from itertools import chain, permutations
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from pat_vllm.kernels.column_blocks import ColumnBlock, gather, scatter
 from pat_vllm.kernels.swap import ByteSwaps, RowSwap, prepare
 from pat_vllm.layout import Experts, Layout
 from pat_vllm.patches.weights import keep_plain_weights
 from pat_vllm.weights.loaders import WeightStrategy
-from pat_vllm.weights.model_weights import Weight, derive, matching_weights, model_weights
+from pat_vllm.weights.model_weights import matching_weights, model_weights, quantized_layers
+from pat_vllm.weights.quantized import QuantizedLayer
 from pat_vllm.weights.row_order import Block, RowOrder, block_of, common_unit, rounds
 from pat_vllm.weights.shards import Cut, pieces_of
+from pat_vllm.weights.weight import Weight, derive
 
 _SMALL = 256 << 10
 """Parameters of at most so many bytes keep their memory until their model is made. Weights of
@@ -29,9 +32,9 @@ class InPlaceShards(WeightStrategy):
     A layout's shard of a row-parallel matrix is a range of columns. Its shard of a column-parallel
     matrix is a block of rows; where the matrix is a fused one, `arrange` brings the rows together.
     A layout's shard of fused experts is a range of the experts, or such a block or such a range of
-    each expert.
+    each expert. Ranges of columns, too, come together in a block for kernels that need it so.
     A view's address never changes, so that compiled code and CUDA graphs may keep it. The few small
-    weights whose shards are not nested (see `Partition`) are copies.
+    weights whose shards are not nested (see `Partition`), and scales, are copies.
 
     At most one layout's blocks are together at a time. New weights may only be written while that
     is the base layout.
@@ -52,15 +55,31 @@ class InPlaceShards(WeightStrategy):
         self._blocks: dict[Cut, dict[int, Block]] = {}
         """Where layouts find their shards, by cut and `Cut.ways`."""
         self._moves: dict[tuple[Layout, Layout], ByteSwaps] = {}
+        self._columns: dict[Layout, list[ColumnBlock]] = {}
+        """Columns that are together while a layout is arranged, of each matrix."""
+        self._quantized: dict[str, QuantizedLayer] = {}
+        """The base layout's layers with quantized weights."""
+        self._renewed: list[QuantizedLayer] = []
+        """Those of the other layouts."""
         self._arranged = self._base_layout
 
     # ---------------------------------------------------------------- start
 
+    def check(self, model: nn.Module) -> None:
+        super().check(model)
+        for layer in quantized_layers(model).values():
+            layer.check(self._places.values())
+
     def capture(self, model: nn.Module) -> None:
         keep_plain_weights(model)
-        self._base = {weight.name: weight for weight in model_weights(model)}
-        for weight in self._base.values():
-            for cut in weight.cuts:
+        self._quantized = quantized_layers(model)
+        self._take(model_weights(model))
+
+    def _take(self, weights: Iterable[Weight]) -> None:
+        """Share weights of the base layout."""
+        for weight in weights:
+            self._base[weight.name] = weight
+            for cut in weight.cuts if weight.share != "copy" else ():
                 if cut.partition.nested and cut not in self._blocks:
                     self._blocks[cut] = self._blocks_of(cut, weight.tensor.shape[cut.dim])
 
@@ -91,9 +110,16 @@ class InPlaceShards(WeightStrategy):
 
     def fill(self, model: nn.Module) -> None:
         """Make each weight a view of the base layout's, or a copy."""
+        if not self._renewed:  # vLLM has processed the base layout's weights by now
+            self._take(chain.from_iterable(layer.weights() for layer in self._quantized.values()))
         keep_plain_weights(model)
-        for weight, base in matching_weights(model, self._base):
-            if all(cut.nested(weight.place) for cut in weight.cuts):
+        layers = quantized_layers(model)
+        for path, layer in layers.items():
+            layer.adopt(self._quantized[path])
+        self._renewed += layers.values()
+        quantized = chain.from_iterable(layer.weights() for layer in layers.values())
+        for weight, base in matching_weights(chain(model_weights(model), quantized), self._base):
+            if weight.shared:
                 view = self._view(weight, base)
                 weight.bind(view)
                 self._views.append((weight, view))
@@ -111,6 +137,8 @@ class InPlaceShards(WeightStrategy):
                     f"vLLM has packed {weight.name} for its kernels, so that the layouts cannot "
                     "share it: set pat.weights='materialized' (and pat.experts='tp')"
                 )
+            if weight.share == "block" and not weight.current.is_contiguous():
+                raise ValueError(f"{weight.name} has gaps, which its kernel would not see")
         # Prepared at start: that takes longer than to run them, and a switch would wait for it.
         self._moves = {
             (source, target): self._move(source, target)
@@ -137,7 +165,14 @@ class InPlaceShards(WeightStrategy):
         for cut in weight.cuts:
             if cut in self._blocks:
                 block = self._blocks[cut][cut.ways(weight.place)]
-                view = view.narrow(cut.dim, block.start, block.size)
+                if base.share == "block" and cut.dim and block.size < view.shape[cut.dim]:
+                    layout = next(at for at in self._places if at.tp == weight.place.tp)
+                    bands = view.shape[cut.dim] // block.size
+                    columns = ColumnBlock(view, bands, block.start // block.size)
+                    self._columns.setdefault(layout, []).append(columns)
+                    view = columns.block
+                else:
+                    view = view.narrow(cut.dim, block.start, block.size)
         return view
 
     # ---------------------------------------------------------------- afterwards
@@ -147,9 +182,14 @@ class InPlaceShards(WeightStrategy):
         if layout == self._arranged:
             return 0
         move = self._moves[self._arranged, layout]
+        num_bytes = move.num_bytes
+        if columns := self._columns.get(self._arranged):
+            num_bytes += scatter(columns)
         move.run()
+        if columns := self._columns.get(layout):
+            num_bytes += gather(columns)
         self._arranged = layout
-        return move.num_bytes
+        return num_bytes
 
     def refresh(self, base: nn.Module, others: Iterable[nn.Module]) -> None:
         """Copy parameters that an update has replaced into the shared storage; renew the copies."""
@@ -161,6 +201,8 @@ class InPlaceShards(WeightStrategy):
                 weight.bind(weight.tensor)
         for weight, of_base in self._copies:
             derive(weight, of_base)
+        for layer in self._renewed:
+            layer.renew()
 
     def _move(self, source: Layout, target: Layout) -> ByteSwaps:
         """The swaps that lead from the order of one layout to that of another."""
@@ -174,7 +216,7 @@ class InPlaceShards(WeightStrategy):
             if weight.storage in seen:
                 continue
             seen.add(weight.storage)  # tied weights have one storage, whose rows move once
-            for cut in weight.cuts:
+            for cut in weight.cuts if weight.share != "copy" else ():
                 for i, swaps in enumerate(swaps_of.get(cut, ())):
                     if i == len(row_swaps):
                         row_swaps.append([])

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from torch import nn
 
 from pat_vllm.weights.loaders import WeightStrategy
-from pat_vllm.weights.model_weights import Weight, derive, matching_weights, model_weights
+from pat_vllm.weights.model_weights import matching_weights, model_weights, quantized_layers
+from pat_vllm.weights.weight import Weight, derive
 
 
 class MaterializedShards(WeightStrategy):
@@ -20,13 +21,21 @@ class MaterializedShards(WeightStrategy):
     def __init__(self) -> None:
         self._base: dict[str, Weight] | None = None
 
+    def check(self, model: nn.Module) -> None:
+        super().check(model)
+        for layer in quantized_layers(model).values():
+            raise ValueError(
+                f"pat.weights is 'materialized', but {layer.path} has quantized weights, of which "
+                "layouts share one copy: set pat.weights='inplace' or 'auto'"
+            )
+
     def capture(self, model: nn.Module) -> None:
         self._base = {weight.name: weight for weight in model_weights(model)}
 
     def fill(self, model: nn.Module) -> None:
         """Copy each weight's shard out of the base weights, into the storage it already has."""
         assert self._base is not None, "fill() before capture() or after release()"
-        for weight, base in matching_weights(model, self._base):
+        for weight, base in matching_weights(model_weights(model), self._base):
             derive(weight, base)
 
     def release(self) -> None:

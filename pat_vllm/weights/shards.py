@@ -31,6 +31,23 @@ class Shard:
     size: int
     pieces: tuple[Piece, ...]
 
+    def in_units(self, unit: int) -> Shard:
+        """The same part, counted in groups of `unit` rows.
+
+        Raises:
+            ValueError: a group is divided.
+        """
+        if unit == 1:
+            return self
+        what = f"rows or columns of a shard by blocks of {unit}"
+        return Shard(
+            _divide(what, self.size, unit),
+            tuple(
+                Piece(*(_divide(what, n, unit) for n in (piece.src, piece.dst, piece.length)))
+                for piece in self.pieces
+            ),
+        )
+
 
 class Partition(ABC):
     """How one dimension of a layer's weight is cut. Those of a layer are equal in all layouts."""

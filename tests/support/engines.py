@@ -34,6 +34,8 @@ OPTIONS: dict[str, Any] = {
 
 GATED_DELTA_NET = ("qwen3_next", "qwen3_5")
 """How names of models begin whose layers vLLM runs on CPU with packed weights only."""
+REFERENCE_MLA = {"attention_backend": "CPU_MLA"}
+"""On a CPU with AMX vLLM would take a backend that packs weights and is for 16 bits."""
 PLAIN_WEIGHTS = "tests.support.weight_updates.WeightUpdates"
 
 
@@ -77,6 +79,7 @@ def engine(
             options = vision.TEXT_ONLY | options
         if model in LATENT:
             inside.enter_context(latent_in_chunks())
+            options = REFERENCE_MLA | options
         in_place = (pat or {}).get("weights") == "inplace"
         if in_place and model.startswith(GATED_DELTA_NET):
             options = {"worker_extension_cls": PLAIN_WEIGHTS} | options

@@ -6,6 +6,7 @@ they ask of the tensor-parallel group while they are built and loaded is its siz
 
 from __future__ import annotations
 
+import json
 import operator
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -56,6 +57,7 @@ from pat_vllm.weights.materialized import MaterializedShards
 from pat_vllm.weights.model_weights import model_weights
 from pat_vllm.worker.layout_config import layout_config
 from tests.support import vision
+from tests.support.engines import REFERENCE_MLA
 from tests.support.models import random_model
 
 HIDDEN = 24
@@ -368,6 +370,8 @@ def test_persistent_buffers_are_copied_and_others_left_alone() -> None:
 
 def vllm_config_for(path: Path, tp: int, **options: Any) -> VllmConfig:
     """One configuration for each layout, as the worker makes them; the model's name is in all."""
+    if "kv_lora_rank" in json.loads((path / "config.json").read_text()):
+        options = REFERENCE_MLA | options
     args = EngineArgs(str(path), dtype="float32", enforce_eager=True, max_model_len=64, **options)
     vllm_config = args.create_engine_config()
     vllm_config.parallel_config.tensor_parallel_size = tp

@@ -1,0 +1,99 @@
+"""Layers whose weights vLLM has in other forms than checkpoints of 16 bits.
+
+vLLM quantizes, transposes, packs and scales the weights of such layers after it has loaded them. A
+`QuantizedLayer` describes what that comes to. Layouts take the base layout's bytes in this form and
+vLLM never processes them again: its processing writes in place, and would change shared bytes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from types import NoneType
+from typing import Any, Self
+
+import torch
+from torch import nn
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+from pat_vllm.layout import Place
+from pat_vllm.patches.weights import process_instead
+from pat_vllm.weights.weight import Weight, shape_in
+
+_NOTES = (NoneType, bool, int, float, str, tuple)
+"""Types of what processing notes on a layer beside tensors: `input_scale = None`, for one."""
+
+
+class QuantizedLayer(ABC):
+    """A module, in the base layout or another, with weights of one kind.
+
+    A new kind is a class here and an entry of `KINDS` in `model_weights.py`.
+
+    Attributes:
+        path: the module's name in its model.
+        place: the rank's, by which vLLM has cut the weights.
+        unit: rows and columns that share a scale, of scales for blocks; else 1.
+    """
+
+    def __init__(self, path: str, module: nn.Module, place: Place, unit: int = 1) -> None:
+        self.path = path
+        self.module: Any = module
+        self.place = place
+        self.unit = unit
+
+    @classmethod
+    @abstractmethod
+    def of(cls, path: str, module: nn.Module) -> Self | None:
+        """The layer, if the module is of this kind.
+
+        Raises:
+            ValueError: it is, but layouts cannot share its weights; says what helps.
+        """
+
+    @abstractmethod
+    def weights(self) -> Iterator[Weight]:
+        """What vLLM's processing has left, in the model of a layout."""
+
+    @abstractmethod
+    def check(self, places: Iterable[Place]) -> None:
+        """Check, before weights are read, that ranks in all these places can share them.
+
+        Raises:
+            ValueError: they cannot; names the sizes.
+        """
+
+    def adopt(self, base: QuantizedLayer) -> None:
+        """Give another layout's layer parameters like the base layout's, which take no memory yet.
+
+        vLLM will not process them. `finish` does what its kernels need beside tensors.
+        """
+        kept = {weight.attribute: weight for weight in base.weights()}
+        for name in set(self.module._parameters) - set(kept):
+            delattr(self.module, name)
+        for name, value in vars(base.module).items():
+            if isinstance(value, _NOTES) and name not in vars(self.module):
+                setattr(self.module, name, value)
+        for weight in kept.values():
+            if weight.attribute in self.module._parameters:
+                self._replace(weight)
+        process_instead(self.module.quant_method, self.finish)
+        get_layerwise_info(self.module).reset()  # else vLLM would load what was not loaded
+
+    @abstractmethod
+    def finish(self, module: nn.Module) -> None:
+        """In place of vLLM's processing, when the weights are there."""
+
+    def renew(self) -> None:
+        """When the weights have changed: renew what vLLM keeps of them beside tensors."""
+        return
+
+    def _replace(self, base: Weight) -> None:
+        """Put an empty parameter of this layout's shape in a raw one's place."""
+        shape = shape_in(base, self.place, self.unit)
+        tensor = torch.empty(shape, dtype=base.tensor.dtype, device=base.tensor.device)
+        parameter = nn.Parameter(tensor.t() if base.transposed else tensor, requires_grad=False)
+        for name in ("input_dim", "output_dim"):
+            if (dim := getattr(getattr(base.module, base.attribute), name, None)) is not None:
+                setattr(parameter, name, dim)
+        setattr(self.module, base.attribute, parameter)
+        tensor.untyped_storage().resize_(0)
