@@ -25,6 +25,9 @@ def keep_plain_weights(model: nn.Module) -> None:
         ValueError: vLLM's kernels for CPU run a layer with packed weights only.
     """
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+        UnquantizedFusedMoEMethod,
+    )
     from vllm.model_executor.layers.linear import LinearBase
     from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import (
         QwenGatedDeltaNetAttention,
@@ -35,7 +38,8 @@ def keep_plain_weights(model: nn.Module) -> None:
     on_cpu = current_platform.is_cpu()
     for module in model.modules():
         if isinstance(module, RoutedExperts):
-            keep_plain_experts(module)
+            if isinstance(module.quant_method, UnquantizedFusedMoEMethod):
+                keep_plain_experts(module)
         elif not on_cpu:
             continue
         elif isinstance(module, QwenGatedDeltaNetAttention):

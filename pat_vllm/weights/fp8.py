@@ -19,7 +19,6 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.model_executor.layers.quantization.utils import quant_utils
-from vllm.model_executor.utils import weights_already_processed
 
 from pat_vllm.layout import Place
 from pat_vllm.weights.cuts import has_own_loader, known_cuts, place_of, sharded_class
@@ -215,9 +214,10 @@ class Fp8Experts(QuantizedLayer):
                 continue
             cuts = expert_cuts(self.module, f"{name.partition('_')[0]}_weight") or ()
             share: Share = "view" if name in ("w13_weight", "w2_weight") else "copy"
-            # Dimensions that a scale lacks, or has one element in, are not cut.
-            own = tuple(cut for cut in cuts if cut.dim < data.dim() and data.shape[cut.dim] > 1)
             unit = self.unit if share == "copy" and data.dim() == 3 else 1
+            # Scales of rows have no columns, those of experts neither.
+            dims = data.dim() if share == "view" or unit > 1 else min(data.dim(), 2)
+            own = tuple(cut for cut in cuts if cut.dim < dims)
             place = self.place if own else WHOLE
             yield Weight(full_name, data, own, place, self.module, name, share, unit=unit)
 
@@ -245,12 +245,12 @@ class KVScales(QuantizedLayer):
     def of(cls, path: str, module: nn.Module) -> Self | None:
         if not isinstance(getattr(module, "quant_method", None), BaseKVCacheMethod):
             return None
-        for name, parameter in module._parameters.items():
-            if name in _KV_SCALES and parameter.numel() != 1:
-                raise ValueError(
-                    f"{path}.{name} has a scale for each KV head, of which a layout has some: use "
-                    f"a checkpoint with one scale for a layer's KV, {_STATIC}"
-                )
+        scheme = getattr(module.quant_method.quant_config, "kv_cache_scheme", None)
+        if scheme and scheme.get("strategy") == "attn_head":
+            raise ValueError(
+                f"{path} has a scale for each KV head, of which a layout has some: use a "
+                f"checkpoint with one scale for a layer's KV, {_STATIC}"
+            )
         return cls(path, module, WHOLE)
 
     def weights(self) -> Iterator[Weight]:
@@ -266,10 +266,12 @@ class KVScales(QuantizedLayer):
         self.renew()
 
     def renew(self) -> None:
-        with weights_already_processed():
-            type(self.module.quant_method).process_weights_after_loading(
-                self.module.quant_method, self.module
-            )
+        for name in _KV_SCALES:
+            value = getattr(self.module, f"_{name}").item()
+            if hasattr(self.module, f"_{name}_float"):
+                setattr(self.module, f"_{name}_float", value)
+            if (on_host := getattr(self.module, f"_{name}_cpu", None)) is not None:
+                on_host.fill_(value)
 
 
 _KV_SCALES = ("q_scale", "k_scale", "v_scale", "prob_scale")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import chain, permutations
 
 import torch
@@ -124,9 +125,12 @@ class InPlaceShards(WeightStrategy):
                 weight.bind(view)
                 self._views.append((weight, view))
             else:
-                weight.tensor.untyped_storage().resize_(weight.tensor.nbytes)  # see `building`
-                derive(weight, base)
-                self._copies.append((weight, base))
+                tensor = weight.tensor
+                tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+                own = replace(weight, tensor=tensor)
+                own.bind(tensor)
+                derive(own, base)
+                self._copies.append((own, base))
 
     def release(self) -> None:
         copied = (weight for weight, _ in self._copies)

@@ -74,8 +74,7 @@ class QuantizedLayer(ABC):
             if isinstance(value, _NOTES) and name not in vars(self.module):
                 setattr(self.module, name, value)
         for weight in kept.values():
-            if weight.attribute in self.module._parameters:
-                self._replace(weight)
+            self._replace(weight)
         process_instead(self.module.quant_method, self.finish)
         get_layerwise_info(self.module).reset()  # else vLLM would load what was not loaded
 
@@ -88,12 +87,14 @@ class QuantizedLayer(ABC):
         return
 
     def _replace(self, base: Weight) -> None:
-        """Put an empty parameter of this layout's shape in a raw one's place."""
-        shape = shape_in(base, self.place, self.unit)
-        tensor = torch.empty(shape, dtype=base.tensor.dtype, device=base.tensor.device)
+        """Put an empty tensor of this layout's shape in a raw one's place."""
+        shape = shape_in(base, self.place, self.unit if base.unit > 1 else 1)
+        tensor = torch.empty((), dtype=base.tensor.dtype, device=base.tensor.device).expand(shape)
+        if base.attribute in base.module._buffers:
+            setattr(self.module, base.attribute, tensor)
+            return
         parameter = nn.Parameter(tensor.t() if base.transposed else tensor, requires_grad=False)
         for name in ("input_dim", "output_dim"):
             if (dim := getattr(getattr(base.module, base.attribute), name, None)) is not None:
                 setattr(parameter, name, dim)
         setattr(self.module, base.attribute, parameter)
-        tensor.untyped_storage().resize_(0)

@@ -76,7 +76,7 @@ class Weight:
             ValueError: the layer cannot be cut so.
         """
         try:
-            return cut.shard(self.place).in_units(unit or self.unit)
+            return _shard(cut, self.place, self.tensor.dim(), unit or self.unit)
         except ValueError as error:
             raise ValueError(f"{self.name}: {error}") from error
 
@@ -125,5 +125,11 @@ def shape_in(base: Weight, place: Place, unit: int) -> list[int]:
     """
     shape = list(in_units(base, unit).shape)
     for cut in base.cuts:
-        shape[cut.dim] = cut.shard(place).in_units(unit).size
+        shape[cut.dim] = _shard(cut, place, len(shape), unit).size
     return shape
+
+
+def _shard(cut: Cut, place: Place, dims: int, unit: int) -> Shard:
+    """The part of a rank in that place, of a tensor with so many dimensions, the last two of which
+    are a matrix's, in blocks of `unit` rows and columns."""
+    return cut.shard(place).in_units(unit if cut.dim >= dims - 2 else 1)

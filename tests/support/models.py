@@ -10,6 +10,7 @@ from typing import Any
 from pat_vllm.doctor.models import SPECIAL_TOKENS
 from tests.support import vision
 from tests.support.families import LATENT as LATENT_ARCHS
+from tests.support.fp8_checkpoints import by_blocks, by_channels, by_modelopt, by_tensors
 from tests.support.random_models import kept_model
 
 WIDE: dict[str, Any] = dict(
@@ -49,6 +50,14 @@ NEMOTRON_H: dict[str, Any] = dict(
     arch="nemotron_h", hidden=128, heads=4, kv_heads=4, head_dim=128, layers=8, gain=2.0
 )
 
+
+_FP8: dict[str, Any] = dict(
+    dtype="bfloat16", hidden=256, heads=4, kv_heads=4, head_dim=128, intermediate=512, layers=2
+)
+_FP8_LATENT: dict[str, Any] = dict(
+    _FP8, arch="deepseek_v3", heads=8, kv_heads=8, expert_intermediate=512, gain=2.0
+)
+_FP8_EXPERTS: dict[str, Any] = dict(_FP8, arch="qwen3_moe", expert_intermediate=256)
 
 # What each one is for: see the comment. Everything not named is `make_model`'s default.
 SPECS: dict[str, dict[str, Any]] = {
@@ -148,6 +157,12 @@ SPECS: dict[str, dict[str, Any]] = {
     "latent": dict(_ALL_OF_16, arch="deepseek_v3", kv_heads=8, layers=2, head_dim=128, gain=2.0),
     "window": dict(arch="gemma3_text", heads=8, kv_heads=4, tie=True, window=40),
     "sinks": dict(GPT_OSS, experts_per_token=8, gain=2.0),
+    # To be quantized to fp8 (see `FP8`), by vLLM or in the checkpoint; with few KV heads at tp=4.
+    "fp8": dict(_FP8, arch="qwen3", kv_heads=2),
+    "fp8_updated": dict(_FP8, arch="qwen3", kv_heads=2, seed=1),
+    "fp8_moe": _FP8_EXPERTS,
+    "fp8_moe_updated": dict(_FP8_EXPERTS, seed=1),
+    "fp8_latent": _FP8_LATENT,
     # For schedulers of eight ranks, which only read its config.
     "eight_kv_heads": dict(arch="qwen3", heads=8, kv_heads=8, max_position_embeddings=16_384),
     # So few tokens that the law of sampled text can be computed. Most likely goes on in its phrase.
@@ -164,6 +179,12 @@ SPECS: dict[str, dict[str, Any]] = {
         repeat=1.8,
         phrase=8,
     ),
+}
+# The same, quantized: every rank of four has whole blocks of 128 x 128, but of experts.
+FP8: dict[str, tuple[str, Any]] = {
+    f"{name}_{by.__name__.removeprefix('by_')}": (name, by)
+    for name in ("fp8", "fp8_moe", "fp8_latent")
+    for by in (by_blocks, by_channels, by_tensors, by_modelopt)
 }
 LATENT = [name for name, spec in SPECS.items() if spec["arch"] in LATENT_ARCHS]
 REPEATING = [name for name, spec in SPECS.items() if "repeat" in spec]
@@ -184,6 +205,9 @@ def random_model(name: str) -> Path:
     if name in vision.CLASSES:
         text, _, finish = vision.CLASSES[name]
         return kept_model(cache_dir(), name, SPECS[text], finish)
+    if name in FP8:
+        spec, finish = FP8[name]
+        return kept_model(cache_dir(), name, SPECS[spec], finish)
     if name not in SPECS:
         raise ValueError(f"no test model {name!r}: choose from {', '.join(SPECS)}")
     return kept_model(cache_dir(), name, SPECS[name])

@@ -372,7 +372,8 @@ def vllm_config_for(path: Path, tp: int, **options: Any) -> VllmConfig:
     """One configuration for each layout, as the worker makes them; the model's name is in all."""
     if "kv_lora_rank" in json.loads((path / "config.json").read_text()):
         options = REFERENCE_MLA | options
-    args = EngineArgs(str(path), dtype="float32", enforce_eager=True, max_model_len=64, **options)
+    options = {"dtype": "float32", "enforce_eager": True, "max_model_len": 64} | options
+    args = EngineArgs(str(path), **options)
     vllm_config = args.create_engine_config()
     vllm_config.parallel_config.tensor_parallel_size = tp
     return vllm_config

@@ -1,0 +1,156 @@
+"""fp8 weights: bit for bit what vLLM has in each layout, scales included, in the base's storage."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.quantization.online import fp8 as online
+from vllm.model_executor.model_loader.base_loader import _has_online_quant
+from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_processing
+from vllm.model_executor.model_loader.utils import process_weights_after_loading
+
+from pat_vllm.layout import Experts, Layout, Place
+from pat_vllm.patches.weights import keep_plain_weights
+from pat_vllm.weights.inplace import InPlaceShards
+from tests.support import fp8_on_cpu
+from tests.support.models import random_model
+from tests.vllm.weights.test_weights import build, in_place, load, vllm_config_for
+
+RANKS = 4
+LAYOUTS = [Layout.of(tp, RANKS) for tp in (1, 2, 4)]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def on_cpu() -> Iterator[None]:
+    with fp8_on_cpu.applied():
+        yield
+
+
+class Ranks:
+    """The largest values of all ranks of a group, which load one after the other.
+
+    In the first pass each is told its own, in the second those of all.
+    """
+
+    def __init__(self) -> None:
+        self.seen: dict[Place, list[torch.Tensor]] = {}
+        self.at: Place | None = None
+        self.calls = 0
+
+    def reduce(self, amax: torch.Tensor, sharded: bool) -> torch.Tensor:
+        if not sharded:
+            return amax
+        assert self.at is not None
+        own = self.seen.setdefault(self.at, [])
+        if self.calls == len(own):
+            own.append(amax.clone())
+        every = [
+            seen[self.calls]
+            for at, seen in self.seen.items()
+            if (at.tp, at.experts) == (self.at.tp, self.at.experts)
+        ]
+        self.calls += 1
+        return torch.stack(every).amax(0)
+
+
+def ready(config: VllmConfig, model: nn.Module, place: Place) -> nn.Module:
+    """The model as a runner has it."""
+    with in_place(place, config.parallel_config):
+        if _has_online_quant(model):
+            finalize_layerwise_processing(model, config.model_config)
+        process_weights_after_loading(model, config.model_config, torch.device("cpu"))
+    return model
+
+
+def stock(
+    config: VllmConfig, layout: Layout, rank: int, experts: Experts, ranks: Ranks
+) -> nn.Module:
+    """What vLLM has on a rank of a static engine."""
+    group = layout.ranks_of(layout.replica_of(rank))
+    for each in (*group, rank):
+        ranks.at, ranks.calls = layout.place_of(each, experts), 0
+        model = load(config, ranks.at, config.load_config)
+        keep_plain_weights(model)
+        ready(config, model, ranks.at)
+    return model
+
+
+def tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def assert_same(model: nn.Module, expected: nn.Module) -> None:
+    actual, wanted = tensors(model), tensors(expected)
+    assert actual.keys() == wanted.keys()
+    for name, tensor in actual.items():
+        other = wanted[name]
+        assert (tensor.dtype, tensor.shape) == (other.dtype, other.shape), name
+        if tensor.numel():
+            same = (each.contiguous().reshape(-1).view(torch.uint8) for each in (tensor, other))
+            assert torch.equal(*same), f"{name} differs"
+
+
+def engine_of(
+    config: VllmConfig, layouts: Sequence[Layout], rank: int, experts: Experts, ranks: Ranks
+) -> tuple[InPlaceShards, dict[Layout, nn.Module]]:
+    """The models of a rank's layouts in one storage, loaded as a worker does."""
+    strategy = InPlaceShards(layouts, rank, experts)
+    models: dict[Layout, nn.Module] = {}
+    for layout in layouts:
+        place = ranks.at = layout.place_of(rank, experts)
+        ranks.calls = 0
+        if not models:
+            model = build(config, place)
+            strategy.check(model)
+            model = load(config, place, config.load_config)
+            strategy.capture(model)
+        else:
+            with strategy.building():
+                model = build(config, place)
+            strategy.fill(model)
+        models[layout] = ready(config, model, place)
+    strategy.release()
+    return strategy, models
+
+
+MODELS = [
+    *(("fp8", how) for how in ("fp8_per_channel", "fp8_per_tensor", "fp8_per_block")),
+    *((f"fp8_{how}", None) for how in ("blocks", "channels", "tensors", "modelopt")),
+    *(("fp8_moe", how) for how in ("fp8_per_channel", "fp8_per_tensor")),
+    *((f"fp8_moe_{how}", None) for how in ("blocks",)),
+    ("fp8_latent_blocks", None),
+]
+
+
+@pytest.mark.parametrize("base_tp", [1, 2])
+@pytest.mark.parametrize(("name", "how"), MODELS)
+def test_every_layout_has_what_vllm_has_there(
+    name: str, how: str | None, base_tp: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks, rng = Ranks(), random.Random(name)
+    monkeypatch.setattr(online, "amax_for_tp_weight_quant", ranks.reduce)
+    monkeypatch.setattr(
+        online, "amax_for_moe_weight_quant", lambda amax, tp: ranks.reduce(amax, tp > 1)
+    )
+    layouts = [layout for layout in LAYOUTS if layout.tp >= base_tp]
+    kinds: list[Experts] = ["tp", "ep"] if "moe" in name else ["tp"]
+    for experts in kinds:
+        rank = rng.randrange(RANKS)
+        options = {} if how is None else {"quantization": how}
+        config = vllm_config_for(random_model(name), tp=1, dtype="bfloat16", **options)
+        expected = {layout: stock(config, layout, rank, experts, ranks) for layout in layouts}
+        strategy, models = engine_of(config, layouts, rank, experts, ranks)
+        places = {
+            at: [t.data_ptr() for t in tensors(model).values()] for at, model in models.items()
+        }
+        for layout in [*layouts, *rng.choices(layouts, k=8), layouts[0]]:
+            strategy.arrange(layout)
+            assert_same(models[layout], expected[layout])
+        for at, model in models.items():
+            now = [tensor.data_ptr() for tensor in tensors(model).values()]
+            assert now == places[at], "compiled code would miss them"
