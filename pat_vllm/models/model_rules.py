@@ -124,10 +124,16 @@ def _models(
 RUNNER = ModelRule(
     "runner", lambda model: None if model.runner == "generate" else model.runner, "generate"
 )
+FP8 = (
+    *("fp8", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block"),
+    *("compressed-tensors", "modelopt"),
+)
+"""vLLM's names of quantizations to fp8. What else the last two may be, workers refuse by layer."""
 QUANTIZATION = ModelRule(
     "quantization",
-    lambda model: model.quantization,
-    "None (unquantized weights; of gpt-oss a bfloat16 checkpoint, not MXFP4)",
+    lambda model: None if model.quantization in FP8 else model.quantization,
+    f"None, {', '.join(FP8)}, the last two as fp8 (not MXFP8, NVFP4 or MXFP4; of gpt-oss a "
+    "bfloat16 checkpoint)",
 )
 KINDS_OF_MODELS = (
     _models(

@@ -133,9 +133,7 @@ class Fp8Linear(QuantizedLayer):
 
     def weights(self) -> Iterator[Weight]:
         cuts, rows = self.cuts, self._rows
-        for name, parameter in self.module._parameters.items():
-            if parameter is None:
-                continue
+        for name, parameter in self.parameters().items():
             share: Share = "copy"
             data, own, unit = parameter.data, cuts, 1
             transposed = name == "weight" and self.kernel.transposed
@@ -198,6 +196,11 @@ class Fp8Experts(QuantizedLayer):
         block = getattr(method, "moe_block_shape", None) or method.weight_block_size
         return cls(path, module, expert_place(module), _unit_of(path, block))
 
+    def parameters(self) -> dict[str, nn.Parameter]:
+        # The bias of the router's choice is the router's, which has it plain.
+        router = self.module.e_score_correction_bias
+        return {name: own for name, own in super().parameters().items() if own is not router}
+
     def check(self, places: Iterable[Place]) -> None:
         for name in ("w13_weight", "w2_weight"):
             cuts = expert_cuts(self.module, name) or ()
@@ -205,13 +208,8 @@ class Fp8Experts(QuantizedLayer):
             _check_shards(f"{self.path}.{name}", cuts[1:], unit, places)
 
     def weights(self) -> Iterator[Weight]:
-        for name, parameter in self.module._parameters.items():
-            if parameter is None:
-                continue
+        for name, parameter in self.parameters().items():
             full_name, data = f"{self.path}.{name}", parameter.data
-            if parameter is self.module.e_score_correction_bias:
-                yield Weight(full_name, data, (), WHOLE, self.module, name)
-                continue
             cuts = expert_cuts(self.module, f"{name.partition('_')[0]}_weight") or ()
             share: Share = "view" if name in ("w13_weight", "w2_weight") else "copy"
             unit = self.unit if share == "copy" and data.dim() == 3 else 1

@@ -53,7 +53,10 @@ def model_weights(model: nn.Module) -> Iterator[Weight]:
     for path, module in model.named_modules():
         if isinstance(module, MoERunner):
             check_gates(path, module)
-        if quantized_layer(path, module) is not None:
+        if (quantized := quantized_layer(path, module)) is not None:
+            for name, parameter in module.named_parameters(recurse=False):
+                if name not in quantized.parameters():  # such as one that another module has, too
+                    yield Weight(f"{path}.{name}", parameter.data, (), WHOLE, module, name)
             continue
         if isinstance(module, QwenGatedDeltaNetAttention):
             # vLLM has one matrix, whose parts for queries, keys and values are cut one by one.

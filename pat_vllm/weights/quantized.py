@@ -68,7 +68,7 @@ class QuantizedLayer(ABC):
         vLLM will not process them. `finish` does what its kernels need beside tensors.
         """
         kept = {weight.attribute: weight for weight in base.weights()}
-        for name in set(self.module._parameters) - set(kept):
+        for name in set(self.parameters()) - set(kept):
             delattr(self.module, name)
         for name, value in vars(base.module).items():
             if isinstance(value, _NOTES) and name not in vars(self.module):
@@ -77,6 +77,11 @@ class QuantizedLayer(ABC):
             self._replace(weight)
         process_instead(self.module.quant_method, self.finish)
         get_layerwise_info(self.module).reset()  # else vLLM would load what was not loaded
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The module's parameters that are of this kind."""
+        every: dict[str, nn.Parameter | None] = self.module._parameters
+        return {name: parameter for name, parameter in every.items() if parameter is not None}
 
     @abstractmethod
     def finish(self, module: nn.Module) -> None:

@@ -46,6 +46,11 @@ MIXTURE, SPREAD_MIXTURE = (
     for name, experts in (("", CUT), (", spread", SPREAD))
 )
 FOUR_RANKS = EngineSpec("four ranks", "qwen3", 4, IN_PLACE, UPDATES | WHOLE_PROMPTS)
+# Weights with a scale for each block, taken apart in 32 bits: layouts differ by rounding alone.
+FP8 = EngineSpec("fp8", "fp8_blocks", 4, IN_PLACE, UPDATES | WHOLE_PROMPTS)
+FP8_MIXTURE = EngineSpec(
+    "fp8 mixture", "fp8_moe_blocks", 2, IN_PLACE | CUT, UPDATES | WHOLE_PROMPTS
+)
 FEW_KV_HEADS = EngineSpec(
     "few KV heads", "llama_few_kv", 4, IN_PLACE | {"base_tp": 2}, WHOLE_PROMPTS
 )

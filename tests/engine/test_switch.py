@@ -21,6 +21,8 @@ from tests.engine.specs import (
     COPIES,
     FEW_KV_HEADS,
     FOUR_RANKS,
+    FP8,
+    FP8_MIXTURE,
     LATENT,
     MIXTURE,
     SPREAD_MIXTURE,
@@ -34,7 +36,7 @@ from tests.support.same import PLAIN_TOLERANCE, TOLERANCE, assert_teacher_forced
 from tests.support.stock import stock_answers
 
 pytestmark = pytest.mark.engine(
-    MIXTURE, SPREAD_MIXTURE, FOUR_RANKS, FEW_KV_HEADS, COPIES, WINDOWS, LATENT
+    MIXTURE, SPREAD_MIXTURE, FOUR_RANKS, FEW_KV_HEADS, COPIES, WINDOWS, LATENT, FP8, FP8_MIXTURE
 )
 
 ENGINES = {
@@ -45,7 +47,7 @@ ENGINES = {
     "test_what_moves_is_what_requests_hold": [COPIES, WINDOWS, LATENT],
     "test_a_layout_asked_for_after_a_batch_holds_for_the_next": [COPIES],
     "test_an_idle_engine_returns_to_its_base_layout": [COPIES],
-    "test_the_layouts_take_the_memory_of_one": [MIXTURE, SPREAD_MIXTURE, FOUR_RANKS, LATENT],
+    "test_the_layouts_take_the_memory_of_one": [MIXTURE, SPREAD_MIXTURE, FOUR_RANKS, LATENT, FP8],
     "test_one_group_is_a_stock_engine": [COPIES, LATENT],
     "test_requests_stay_while_the_engine_sleeps": [LATENT],
 }

@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from tests.support import vision
+from tests.support import fp8_on_cpu, vision
 from tests.support.fork_server import start_from_server
 from tests.support.latent_in_chunks import latent_in_chunks
 from tests.support.models import LATENT, random_model
@@ -36,6 +36,7 @@ GATED_DELTA_NET = ("qwen3_next", "qwen3_5")
 """How names of models begin whose layers vLLM runs on CPU with packed weights only."""
 REFERENCE_MLA = {"attention_backend": "CPU_MLA"}
 """On a CPU with AMX vLLM would take a backend that packs weights and is for 16 bits."""
+FP8_WEIGHTS = "tests.support.fp8_updates.UpdatesByLayer"
 PLAIN_WEIGHTS = "tests.support.weight_updates.WeightUpdates"
 
 
@@ -80,6 +81,9 @@ def engine(
         if model in LATENT:
             inside.enter_context(latent_in_chunks())
             options = REFERENCE_MLA | options
+        if model.startswith("fp8"):
+            inside.enter_context(fp8_on_cpu.applied())
+            options = options | {"worker_extension_cls": FP8_WEIGHTS}
         in_place = (pat or {}).get("weights") == "inplace"
         if in_place and model.startswith(GATED_DELTA_NET):
             options = {"worker_extension_cls": PLAIN_WEIGHTS} | options

@@ -1,7 +1,9 @@
 """fp8 weights on CPU, where vLLM has kernels for some of them only. Test support only.
 
 What is replaced, and by what:
-* `ops.scaled_fp8_quant`, a stub on CPU: torch;
+* `ops.scaled_fp8_quant`, a stub on CPU, and `torch._scaled_mm`, which takes a second for 100
+  million products: a product in 32 bits;
+* activations of 32 bits are let through, in which layouts differ by rounding alone;
 * matrices with scales for blocks: a kernel that takes them apart and multiplies in 32 bits;
 * experts: torch, by the same. They are chosen in the name of vLLM's backend Triton, whose form of
   weights they have.
@@ -32,7 +34,12 @@ def apply(patch: pytest.MonkeyPatch) -> None:
     from vllm import _custom_ops as ops
 
     patch.setenv("VLLM_DISABLED_KERNELS", ",".join(PACKING))
+    from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+
     patch.setattr(ops, "scaled_fp8_quant", scaled_fp8_quant)
+    patch.setattr(torch, "_scaled_mm", scaled_mm)
+    supported = [torch.float32, torch.bfloat16, torch.float16]
+    patch.setattr(Fp8Config, "get_supported_act_dtypes", classmethod(lambda cls: supported))
     _run_blocks(patch)
     _run_experts(patch)
 
@@ -64,6 +71,22 @@ def scaled_fp8_quant(
     if output is None:
         return quantized, scale
     return output.copy_(quantized), scale
+
+
+def scaled_mm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """What torch's operation gives, in whatever order it adds."""
+    result = (a.float() @ b.float()) * scale_a * scale_b
+    if bias is not None:
+        result = result + bias
+    return result.to(out_dtype)
 
 
 def in_full(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

@@ -72,7 +72,7 @@ MODELS: dict[str, dict[str, Any]] = {
         mamba_head_dim=64, ssm_state_size=64, hybrid_override_pattern="M-*",
     ),
     "quantized": model("LlamaForCausalLM", "llama", quantization_config=dict(
-        quant_method="compressed-tensors", format="int-quantized", config_groups={}, ignore=[]
+        quant_method="awq", bits=4, group_size=32, zero_point=True
     )),
 }
 MOE_OF_TWO_SIZES = {
@@ -96,7 +96,7 @@ OPTIONS: list[tuple[str, str, Any, str, dict[str, Any]]] = [
     ("mixtral", "moe_backend", "cutlass", "auto, triton, flashinfer_cutlass", {}),
     ("llama", "cpu_offload_gb", 1.5, "0", {}),
     ("llama", "enable_lora", True, "False", {}),
-    ("llama", "quantization", "fp8", "None", dict(dtype="bfloat16")),
+    ("llama", "quantization", "mxfp8", "None, fp8, ", dict(dtype="bfloat16")),
     ("llama", "kv_cache_dtype", "fp8", "auto, float16, bfloat16, float32", {}),
     ("llama", "attention_backend", "ROCM_ATTN", "TRITON_ATTN", {}),
     ("llama", "attention_backend", "HPC_ATTN", "TRITON_ATTN", {}),
@@ -110,9 +110,9 @@ CONFIGS_AND_MODELS: list[tuple[str, dict[str, Any], str, str]] = [
      "kv_transfer_config=", "None"),
     ("llama", dict(kv_events_config=dict(enable_kv_cache_events=True, publisher="null")),
      "kv_events_config=", "None"),
-    ("quantized", dict(dtype="bfloat16"), "quantization='compressed-tensors'", "None"),
+    ("quantized", dict(dtype="bfloat16"), "quantization='awq'", "None, fp8, "),
     ("mxfp4", dict(dtype="bfloat16"), "quantization='gpt_oss_mxfp4'",
-     "None (unquantized weights; of gpt-oss a bfloat16 checkpoint, not MXFP4)"),
+     "not MXFP8, NVFP4 or MXFP4; of gpt-oss a bfloat16 checkpoint"),
     ("mamba", {}, "a hybrid or Mamba model, but for Gated DeltaNet and Nemotron-H's Mamba2",
      "Gated DeltaNet, of Qwen3-Next and Qwen3.5, and Mamba2, of Nemotron-H"),
     ("deepseek", dict(hf_overrides=dict(index_topk=16)), "a model with sparse attention",
