@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -147,10 +148,15 @@ def _run_experts(patch: pytest.MonkeyPatch) -> None:
     class Experts:
         """In a kernel's place: gives what this rank's experts, or its parts, add."""
 
-        is_monolithic = False
+        is_monolithic = can_overlap_shared_experts = False
+        fused_experts = SimpleNamespace(consumes_expert_mask=False)
+        prepare_finalize = SimpleNamespace(topk_indices_dtype=lambda: None)
 
         def __init__(self, moe_quant_config: Any, **kwargs: Any) -> None:
             self._scales = moe_quant_config.w1_scale, moe_quant_config.w2_scale
+
+        def output_is_reduced(self) -> bool:
+            return False
 
         def apply(
             self,
