@@ -100,6 +100,23 @@ def process_instead(method: Any, finish: Callable[[nn.Module], None]) -> None:
     replace(method, "process_weights_after_loading", lambda original: finish)
 
 
+def before_load_weights(model: nn.Module, call: Callable[[], None]) -> None:
+    """Have `call` called before `model.load_weights`.
+
+    Without it: PAT does not learn that a trainer loads weights, which calls the model's method
+    itself. Missing seam: a worker is not asked before that.
+    """
+
+    def load(original: Callable[..., Any]) -> Callable[..., Any]:
+        def load_weights(*args: Any, **kwargs: Any) -> Any:
+            call()
+            return original(*args, **kwargs)
+
+        return load_weights
+
+    replace(model, "load_weights", load)
+
+
 def refuse_load_weights(model: nn.Module, refuse: Callable[..., Any]) -> None:
     """Have `model.load_weights` call `refuse`, which raises.
 

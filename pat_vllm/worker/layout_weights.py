@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
+from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.attention import MLAAttention
 
 from pat_vllm.patches.weights import refuse_load_weights
 from pat_vllm.weights.inplace import InPlaceShards
 from pat_vllm.weights.loaders import BASE_FORMAT, DERIVED_FORMAT, WeightStrategy, load_config_of
 from pat_vllm.weights.materialized import MaterializedShards
+from pat_vllm.weights.opened_reload import OpenedReload
 
 if TYPE_CHECKING:
     from pat_vllm.layout import Layout
@@ -43,6 +45,7 @@ class LayoutWeights:
         if setup.weights == "inplace":
             self._strategy = InPlaceShards(tuple(runtimes), rank, setup.experts or "tp")
         self._packed = False
+        self._reload: OpenedReload | None = None
         for runtime in self._runtimes:
             how = BASE_FORMAT if runtime is self._base else DERIVED_FORMAT
             runtime.config.load_config = load_config_of(
@@ -68,6 +71,8 @@ class LayoutWeights:
             self._packed = len(self._runtimes) > 1
         if self._packed:
             refuse_load_weights(model, self.refuse_if_packed)
+        else:
+            self._reload = OpenedReload(model, self._base.config.model_config)
 
     def refuse_if_packed(self, *args: Any, **kwargs: Any) -> None:
         """Raise RuntimeError if new weights could not be given to all layouts."""
@@ -78,6 +83,17 @@ class LayoutWeights:
                 f"{', '.join(str(r.layout) for r in self._runtimes)} are derived. Updates need "
                 "a GPU, or one layout: pat.layouts=[N] with pat.base_tp=N."
             )
+
+    @property
+    def loading(self) -> bool:
+        """Whether a trainer's weights wait for `finish_update`."""
+        return self._reload is not None and self._reload.is_open
+
+    def finish_update(self) -> None:
+        """Put what has been loaded in place. In the base layout; before `refresh`."""
+        assert self._reload is not None
+        with set_current_vllm_config(self._base.config):
+            self._reload.close()
 
     def arrange(self, layout: Layout) -> int:
         """Before `layout` runs, or new weights come to the base layout: put its rows in place.

@@ -101,6 +101,11 @@ class WeightUpdatesMixin(_Base):
     @torch.inference_mode()
     def pat_refresh_weights(self) -> bool:
         """As `LayoutWeights.refresh`, and wait for the device. Collective."""
+        if self._weights.loading:
+            active = self._active
+            self._enter_for_a_call(self._base)
+            self._weights.finish_update()
+            self._activate(active)
         done = self._weights.refresh(self._active.layout)
         self._synchronize_device()
         return done

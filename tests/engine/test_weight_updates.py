@@ -15,7 +15,7 @@ import torch
 import vllm
 
 import pat_vllm
-from tests.engine.specs import COPIES, DENSE, FOUR_RANKS, LATENT, SPREAD_MIXTURE
+from tests.engine.specs import COPIES, DENSE, FOUR_RANKS, FP8, FP8_MIXTURE, LATENT, SPREAD_MIXTURE
 from tests.engine.test_switch import at_steps
 from tests.support.cached_kv import assert_caches_hold_their_text
 from tests.support.engines import Job, Outcome, add_job, run, scheduler_of
@@ -25,7 +25,7 @@ from tests.support.same import PLAIN_TOLERANCE, TOLERANCE, assert_same
 from tests.support.stock import stock_answers
 from tests.support.weight_transfer import Trainer, trainer_of
 
-pytestmark = pytest.mark.engine(FOUR_RANKS, SPREAD_MIXTURE, COPIES, LATENT)
+pytestmark = pytest.mark.engine(FOUR_RANKS, SPREAD_MIXTURE, COPIES, LATENT, FP8, FP8_MIXTURE)
 
 ENGINES = {
     "test_an_update_under_way_is_as_in_stock_vllm": [FOUR_RANKS],

@@ -36,9 +36,11 @@ class Sockets:
         self.group = StatelessProcessGroup.create(host, port, rank, world_size)
 
     def broadcast(self, tensor: torch.Tensor, src: int, stream: Any = None) -> None:
-        received = self.group.broadcast_obj(tensor if self.rank == src else None, src)
+        # As bytes: fp8 cannot be pickled.
+        data = tensor.reshape(-1).view(torch.uint8) if self.rank == src else None
+        received = self.group.broadcast_obj(data, src)
         if self.rank != src:
-            tensor.copy_(received)
+            tensor.copy_(received.view(tensor.dtype).view(tensor.shape))
 
     def destroy(self) -> None:
         """Nothing but the store, which goes with this object."""

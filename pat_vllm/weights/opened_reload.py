@@ -1,0 +1,64 @@
+"""Weights that a trainer loads into a model whose parameters no checkpoint fits any more."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from vllm.config import ModelConfig
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+from pat_vllm.patches.weights import before_load_weights
+from pat_vllm.weights.model_weights import quantized_layers
+
+
+class OpenedReload:
+    """Makes a trainer's calls of `model.load_weights` a reload by layers, as vLLM's transfers are.
+
+    vLLM's processing leaves quantized layers with plain parameters, transposed some of them. What
+    a trainer loads would fail there, or land wrong. In a reload, layers keep what comes until all
+    of theirs is there, and quantize it into the memory that they have.
+
+    The first such call opens it. Calls in a reload that somebody else has begun are left alone, and
+    so is a model whose parameters trainers' own code keeps fit (VeRL's and NeMo-RL's does).
+    """
+
+    def __init__(self, model: nn.Module, model_config: ModelConfig) -> None:
+        self._model = model
+        self._model_config = model_config
+        self._quantized = quantized_layers(model)
+        self.is_open = False
+        if any(_is_unfit(layer.module) for layer in self._quantized.values()):
+            before_load_weights(model, self._open)
+
+    def _open(self) -> None:
+        if any(get_layerwise_info(module).can_load() for module in self._model.modules()):
+            return
+        initialize_layerwise_reload(self._model)
+        self.is_open = True
+
+    def close(self) -> None:
+        """End the reload: before weights are used.
+
+        Raises:
+            RuntimeError: only some of a quantized layer's weights have come.
+        """
+        self.is_open = False
+        for path, layer in self._quantized.items():
+            info = get_layerwise_info(layer.module)
+            if info.can_load() and 0 < info.load_numel < (info.load_numel_total or 0):
+                raise RuntimeError(
+                    f"of {path}, which is quantized as a whole, only some weights have been "
+                    "loaded; send all of a layer's weights before the next step"
+                )
+        finalize_layerwise_reload(self._model, self._model_config)
+
+
+def _is_unfit(module: Any) -> bool:
+    """Whether vLLM has put a plain parameter in a loadable one's place."""
+    weight = getattr(module, "weight", None)
+    return type(weight) is nn.Parameter
