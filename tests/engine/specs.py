@@ -51,6 +51,14 @@ FP8 = EngineSpec("fp8", "fp8_blocks", 4, IN_PLACE, UPDATES | WHOLE_PROMPTS)
 FP8_MIXTURE = EngineSpec(
     "fp8 mixture", "fp8_moe_blocks", 2, IN_PLACE | CUT, UPDATES | WHOLE_PROMPTS
 )
+# Quantized when loaded, or in the checkpoint, with activations in fp8.
+FP8_ONLINE, FP8_CHANNELS = (
+    EngineSpec(name, model, ranks, IN_PLACE, WHOLE_PROMPTS | {"dtype": "bfloat16"} | options)
+    for name, model, ranks, options in (
+        ("fp8 online", "fp8", 4, {"quantization": "fp8_per_channel"}),
+        ("fp8 channels", "fp8_channels", 2, {}),
+    )
+)
 FEW_KV_HEADS = EngineSpec(
     "few KV heads", "llama_few_kv", 4, IN_PLACE | {"base_tp": 2}, WHOLE_PROMPTS
 )
