@@ -22,7 +22,12 @@ from vllm.model_executor.layers.quantization.utils import quant_utils
 
 from pat_vllm.layout import Place
 from pat_vllm.weights.cuts import has_own_loader, known_cuts, place_of, sharded_class
-from pat_vllm.weights.experts import expert_cuts, expert_place, why_not_shared
+from pat_vllm.weights.experts import (
+    block_of_scales,
+    expert_cuts,
+    expert_place,
+    why_not_shared,
+)
 from pat_vllm.weights.quantized import QuantizedLayer
 from pat_vllm.weights.shards import Cut
 from pat_vllm.weights.weight import WHOLE, Share, Weight
@@ -193,8 +198,7 @@ class Fp8Experts(QuantizedLayer):
                 f"{_STATIC}"
             )
         # Where shards end inside a checkpoint's blocks, vLLM has scales for smaller ones.
-        block = getattr(method, "moe_block_shape", None) or method.weight_block_size
-        return cls(path, module, expert_place(module), _unit_of(path, block))
+        return cls(path, module, expert_place(module), _unit_of(path, block_of_scales(method)))
 
     def parameters(self) -> dict[str, nn.Parameter]:
         # The bias of the router's choice is the router's, which has it plain.

@@ -472,13 +472,20 @@ def test_an_idle_engine_returns_to_its_base_layout(case: Case) -> None:
 
 
 def weight_bytes(worker: Any) -> tuple[int, int]:
-    """Bytes of the weights of all layouts of a rank, and of its base layout alone."""
+    """Bytes of the weights of all layouts of a rank, and of its base layout alone.
+
+    Without those that vLLM makes of latent attention's in 16 bits, which each layout has to itself
+    if these are quantized.
+    """
 
     def storages(runtimes: Any) -> dict[int, int]:
         sizes = {}
         for runtime in runtimes:
             model = runtime.runner.get_model()
-            for tensor in [*model.parameters(), *model.buffers()]:
+            tensors = [*model.named_parameters(), *model.named_buffers()]
+            for name, tensor in tensors:
+                if name.endswith(("W_UV", "W_UK_T")):
+                    continue
                 storage = tensor.untyped_storage()
                 sizes[storage.data_ptr()] = storage.nbytes()
         return sizes

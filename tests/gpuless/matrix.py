@@ -20,6 +20,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterable
+from dataclasses import replace as changed
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -131,6 +132,7 @@ def _mixture() -> dict[str, Any]:
         RoutingMethodType,
     )
     from vllm.model_executor.layers.fused_moe.fused_moe import get_config_file_name
+    from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
     from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
@@ -170,7 +172,17 @@ def _mixture() -> dict[str, Any]:
         (Path(folder) / get_config_file_name(128, 96, None)).write_text("{}")
         models = {"tp8": model(128, 96), "tp2dp4": model(64, 768)}
         lines = list(what_slows(models.items()))
-    return {"stock": backend_of_stock(config).value, "lines": lines}
+    quantized = {}
+    for block in (None, [128, 128]):
+        experts: Any = model(128, 768)[0]
+        experts.quant_method = SimpleNamespace(
+            fp8_backend=Fp8MoeBackend.TRITON, weight_block_size=block, per_out_ch_quant=False
+        )
+        spread = changed(config.moe_parallel_config, use_ep=True, ep_size=4)
+        for name, parallel in (("cut", config.moe_parallel_config), ("spread", spread)):
+            experts.moe_config = changed(config, moe_parallel_config=parallel)
+            quantized[f"{name} {block}"] = backend_of_stock(experts).value
+    return {"stock": backend_of_stock(models["tp8"][0]).value, "lines": lines, "fp8": quantized}
 
 
 def _keys_of_tuning(add: Add) -> None:

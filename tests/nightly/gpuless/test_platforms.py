@@ -124,6 +124,11 @@ def test_what_slows_experts_is_said(lines: Lines, platform: str) -> None:
     assert "tp2dp4 (E=64, N=768)" in untuned and "tp8" not in untuned
     assert (platform == "sm100") == (row["stock"] != "TRITON") == bool(other), row
     assert all(row["stock"] in line for line in other)
+    # Experts in fp8: on Hopper vLLM's choice differs between layouts that cut and spread them.
+    spread = {"sm80": "MARLIN", "sm90": "FLASHINFER_CUTLASS", "sm100": "FLASHINFER_TRTLLM"}
+    chosen = {"sm80": "MARLIN", "sm100": "FLASHINFER_TRTLLM"}.get(platform, "TRITON")
+    assert row["fp8"]["spread [128, 128]"] == spread.get(platform, chosen)
+    assert row["fp8"]["cut [128, 128]"] == chosen
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)
