@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
+import torch
 from torch import nn
 from vllm.model_executor.layers.fused_moe.oracle.fp8 import make_fp8_moe_kernel
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
@@ -145,8 +146,10 @@ class Fp8Linear(QuantizedLayer):
             if name == "weight":
                 share = "view" if self.kernel.strided else "block"
                 data = data.t() if transposed else data
+                self._check_size(data)
             elif data.dim() == 2 and self.unit > 1:
                 unit = self.unit
+                self._check_scales(name, data)
             elif data.numel() == rows:
                 own = tuple(cut for cut in cuts if cut.dim == 0)
             else:
@@ -165,6 +168,30 @@ class Fp8Linear(QuantizedLayer):
 
     def finish(self, module: nn.Module) -> None:
         self.kernel.finish(_kernel_of(module), module)
+
+    def _check_size(self, weight: torch.Tensor) -> None:
+        """Check that vLLM has not padded a matrix that layouts cut."""
+        module = self.module
+        if self.cuts and list(weight.shape) != [
+            module.output_size_per_partition,
+            module.input_size_per_partition,
+        ]:
+            raise ValueError(
+                f"{self.path}.weight is padded for its kernel to {tuple(weight.shape)}: layouts "
+                f"cannot share it. Choose another kernel by linear_backend, {_STATIC}"
+            )
+
+    def _check_scales(self, name: str, scales: torch.Tensor) -> None:
+        """Check that there is one for each block, in order. DeepGEMM packs them on Blackwell."""
+        weight = self.module.weight
+        blocks = [-(-size // self.unit) for size in weight.shape]
+        in_order = scales.is_contiguous() or not any(scales.stride())  # or is not there yet
+        if list(scales.shape) != blocks or not in_order:
+            raise ValueError(
+                f"{self.path}.{name} is packed for its kernel, {tuple(scales.shape)} of "
+                f"{scales.dtype} in place of {blocks}: layouts cannot share it. Set "
+                f"VLLM_USE_DEEP_GEMM=0, {_STATIC}"
+            )
 
     @property
     def _rows(self) -> int:
