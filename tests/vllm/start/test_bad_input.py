@@ -112,7 +112,7 @@ CONFIGS_AND_MODELS: list[tuple[str, dict[str, Any], str, str]] = [
      "kv_events_config=", "None"),
     ("quantized", dict(dtype="bfloat16"), "quantization='awq'", "None, fp8, "),
     ("mxfp4", dict(dtype="bfloat16"), "quantization='gpt_oss_mxfp4'",
-     "not MXFP8, NVFP4 or MXFP4; of gpt-oss a bfloat16 checkpoint"),
+     "None, fp8, "),
     ("mamba", {}, "a hybrid or Mamba model, but for Gated DeltaNet and Nemotron-H's Mamba2",
      "Gated DeltaNet, of Qwen3-Next and Qwen3.5, and Mamba2, of Nemotron-H"),
     ("deepseek", dict(hf_overrides=dict(index_topk=16)), "a model with sparse attention",
