@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from vllm.model_executor.layers.attention import MLAAttention
+from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.conv import ConvLayerBase
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
@@ -38,6 +38,7 @@ from vllm.model_executor.models.gpt_oss import OAIAttention
 
 from pat_vllm.layout import Place
 from pat_vllm.weights.experts import EXPERTS, check_experts, check_gates, expert_cuts, expert_place
+from pat_vllm.weights.kv_scales import KV_SCALES
 from pat_vllm.weights.shards import (
     Cut,
     EvenPartition,
@@ -121,6 +122,8 @@ class Weight:
 def model_weights(model: nn.Module) -> Iterator[Weight]:
     """Every weight of a vLLM model, in module order, tied ones once for each module.
 
+    Scales of the KV cache are none (`kv_scales.py`).
+
     Raises:
         ValueError: a module's weights cannot be derived for another layout.
     """
@@ -133,8 +136,10 @@ def model_weights(model: nn.Module) -> Iterator[Weight]:
             sizes = module.key_dim, module.key_dim, module.value_dim
             convolutions[module.conv1d] = EvenPartition(sizes)
         parameters = {name: p for name, p in module._parameters.items() if p is not None}
-        if isinstance(module, MLAAttention):
-            parameters = {}  # vLLM makes them of `kv_b_proj`; see `renew_absorbed`
+        if isinstance(module, Attention | MLAAttention):
+            # Scales, until they are in buffers (`kv_scales.py`). And vLLM makes some of
+            # `kv_b_proj`; see `renew_absorbed`.
+            parameters = {}
         layer = _layer_class(path, module) if parameters else None
         for name, parameter in parameters.items():
             full_name = f"{path}.{name}".lstrip(".")
@@ -151,7 +156,7 @@ def model_weights(model: nn.Module) -> Iterator[Weight]:
                 # Its kernels read the convolution's weight by this view.
                 cuts = _known_cuts(full_name, module.conv1d, "weight") or ()
                 yield Weight(full_name, buffer.data, cuts, _place(module), module, name)
-            elif name not in module._non_persistent_buffers_set:
+            elif name not in module._non_persistent_buffers_set and name not in KV_SCALES:
                 yield Weight(full_name, buffer.data, (), _WHOLE, module, name)
 
 
