@@ -1,4 +1,4 @@
-"""Layers with fp8 weights: linear ones, experts, and the scales of attention's KV.
+"""Layers with fp8 weights: linear ones, and experts.
 
 What a scale stands for says how it is cut: one for all of a matrix is whole in every layout, one
 for each row is cut as the rows are, one for each block of a matrix in both directions. Scales are
@@ -18,7 +18,6 @@ from torch import nn
 from vllm.model_executor.layers.fused_moe.oracle.fp8 import make_fp8_moe_kernel
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
-from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.model_executor.layers.quantization.utils import quant_utils
 
 from pat_vllm.layout import Place
@@ -263,47 +262,6 @@ class Fp8Experts(QuantizedLayer):
         )
 
 
-class KVScales(QuantizedLayer):
-    """The scales of attention's KV, in models with quantized weights.
-
-    A checkpoint's come in parameters, which processing puts into buffers and Python floats. Some
-    kernels read the ones, some the others.
-    """
-
-    @classmethod
-    def of(cls, path: str, module: nn.Module) -> Self | None:
-        if not isinstance(getattr(module, "quant_method", None), BaseKVCacheMethod):
-            return None
-        scheme = getattr(module.quant_method.quant_config, "kv_cache_scheme", None)
-        if scheme and scheme.get("strategy") == "attn_head":
-            raise ValueError(
-                f"{path} has a scale for each KV head, of which a layout has some: use a "
-                f"checkpoint with one scale for a layer's KV, {_STATIC}"
-            )
-        return cls(path, module, WHOLE)
-
-    def weights(self) -> Iterator[Weight]:
-        for name, buffer in self.module._buffers.items():
-            if buffer is not None and name not in self.module._non_persistent_buffers_set:
-                full_name = f"{self.path}.{name}"
-                yield Weight(full_name, buffer.data, (), WHOLE, self.module, name, "copy")
-
-    def check(self, places: Iterable[Place]) -> None:
-        """Every rank has them whole."""
-
-    def finish(self, module: Any) -> None:
-        self.renew()
-
-    def renew(self) -> None:
-        for name in _KV_SCALES:
-            value = getattr(self.module, f"_{name}").item()
-            if hasattr(self.module, f"_{name}_float"):
-                setattr(self.module, f"_{name}_float", value)
-            if (on_host := getattr(self.module, f"_{name}_cpu", None)) is not None:
-                on_host.fill_(value)
-
-
-_KV_SCALES = ("q_scale", "k_scale", "v_scale", "prob_scale")
 _LEAST_BLOCK = 32
 """The smallest blocks to which vLLM divides those of experts (`refine_fp8_moe_block_shape`)."""
 

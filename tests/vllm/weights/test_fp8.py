@@ -18,6 +18,7 @@ from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from pat_vllm.layout import Experts, Layout, Place
 from pat_vllm.patches.weights import keep_plain_weights
 from pat_vllm.weights.inplace import InPlaceShards
+from pat_vllm.weights.kv_scales import share_kv_scales
 from pat_vllm.weights.model_weights import quantized_layers
 from tests.support import fp8_on_cpu
 from tests.support.models import random_model
@@ -117,6 +118,7 @@ def engine_of(
                 model = build(config, place)
             strategy.fill(model)
         models[layout] = ready(config, model, place)
+        share_kv_scales(models[layout], models[layouts[0]])
     strategy.release()
     return strategy, models
 
