@@ -1,0 +1,67 @@
+"""The scales by which attention layers keep keys and values in 8 bits: the same in all layouts.
+
+They are numbers of a layer, which a checkpoint may have, and no weights that tensor parallelism
+cuts. vLLM has each in a buffer on the device and once more on the host, where its kernels want it,
+and makes both of parameters that it then deletes. In a layout that reads no checkpoint it would
+make them of none, so that they become 1. So a layout has its own buffers, and gets the numbers of
+the base layout when vLLM is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from vllm.utils.torch_utils import is_quantized_kv_cache
+
+KV_SCALES = ("_k_scale", "_v_scale", "_q_scale", "_prob_scale")
+"""Names of the buffers, of shape () or (1,), in float32."""
+_ON_HOST = ("_k_scale_float", "_v_scale_float", "_q_scale_float", "_prob_scale_float")
+_ON_HOST_TENSORS = ("_k_scale_cpu", "_v_scale_cpu")
+
+
+@torch.no_grad()
+def take_kv_scales(model: nn.Module, base: nn.Module) -> None:
+    """Give the attention layers of a layout's model the scales of the base layout's.
+
+    Raises:
+        ValueError: a layer has a scale for each of its heads, which layouts cut.
+    """
+    of_base = dict(_attention_layers(base))
+    for name, layer in _attention_layers(model):
+        for scale in KV_SCALES:
+            own, other = getattr(layer, scale), getattr(of_base[name], scale)
+            if own.numel() != 1 or other.numel() != 1:
+                raise ValueError(
+                    f"{name} has {other.numel()} values in {scale}: PAT serves one scale for all "
+                    "KV heads of a layer (kv_cache_scheme.strategy='tensor')"
+                )
+            own.copy_(other.reshape(own.shape))
+        for scale in _ON_HOST:
+            setattr(layer, scale, getattr(of_base[name], scale))
+        for scale in _ON_HOST_TENSORS:
+            getattr(layer, scale).copy_(getattr(of_base[name], scale))
+
+
+def kv_scales(model: nn.Module) -> list[float]:
+    """The scales of keys and values in all layers that keep them in 8 bits, on device and host.
+
+    What is in a KV cache means something else where they change.
+    """
+    layers = [
+        layer
+        for _, layer in _attention_layers(model)
+        if is_quantized_kv_cache(layer.kv_cache_dtype)  # type: ignore[arg-type]
+    ]
+    if not layers:
+        return []
+    on_device = [scale.reshape(()) for each in layers for scale in (each._k_scale, each._v_scale)]
+    on_host = [scale for each in layers for scale in (each._k_scale_float, each._v_scale_float)]
+    return torch.stack(on_device).tolist() + on_host  # type: ignore[arg-type, no-any-return]
+
+
+def _attention_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, module in model.named_modules():
+        if KV_SCALES[0] in module._buffers:
+            yield name, module
