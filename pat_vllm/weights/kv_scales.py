@@ -2,9 +2,9 @@
 
 They are numbers of a layer, which a checkpoint may have, and no weights that tensor parallelism
 cuts. vLLM has each in a buffer on the device and once more on the host, where its kernels want it,
-and makes both of parameters that it then deletes. In a layout that reads no checkpoint it would
-make them of none, so that they become 1. So a layout has its own buffers, and gets the numbers of
-the base layout when vLLM is done.
+and makes both of parameters that it then deletes. In a layout that reads no checkpoint it makes
+them of none, so that they become 1. So layouts share the base layout's buffers only when vLLM is
+done.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ _ON_HOST = ("_k_scale_float", "_v_scale_float", "_q_scale_float", "_prob_scale_f
 _ON_HOST_TENSORS = ("_k_scale_cpu", "_v_scale_cpu")
 
 
-@torch.no_grad()
-def take_kv_scales(model: nn.Module, base: nn.Module) -> None:
-    """Give the attention layers of a layout's model the scales of the base layout's.
+def share_kv_scales(model: nn.Module, base: nn.Module) -> None:
+    """Have the attention layers of a layout's model use the scales of the base layout's.
+
+    To be called when vLLM has processed both, and after each update.
 
     Raises:
         ValueError: a layer has a scale for each of its heads, which layouts cut.
@@ -31,13 +32,13 @@ def take_kv_scales(model: nn.Module, base: nn.Module) -> None:
     of_base = dict(_attention_layers(base))
     for name, layer in _attention_layers(model):
         for scale in KV_SCALES:
-            own, other = getattr(layer, scale), getattr(of_base[name], scale)
-            if own.numel() != 1 or other.numel() != 1:
+            shared = getattr(of_base[name], scale)
+            if shared.numel() != 1:
                 raise ValueError(
-                    f"{name} has {other.numel()} values in {scale}: PAT serves one scale for all "
+                    f"{name} has {shared.numel()} values in {scale}: PAT serves one scale for all "
                     "KV heads of a layer (kv_cache_scheme.strategy='tensor')"
                 )
-            own.copy_(other.reshape(own.shape))
+            setattr(layer, scale, shared)
         for scale in _ON_HOST:
             setattr(layer, scale, getattr(of_base[name], scale))
         for scale in _ON_HOST_TENSORS:

@@ -14,7 +14,7 @@ from vllm.model_executor.layers.attention import MLAAttention
 from pat_vllm.executor.messages import Refreshed
 from pat_vllm.patches.weights import refuse_load_weights
 from pat_vllm.weights.inplace import InPlaceShards
-from pat_vllm.weights.kv_scales import kv_scales, take_kv_scales
+from pat_vllm.weights.kv_scales import kv_scales, share_kv_scales
 from pat_vllm.weights.loaders import BASE_FORMAT, DERIVED_FORMAT, WeightStrategy, load_config_of
 from pat_vllm.weights.materialized import MaterializedShards
 from pat_vllm.weights.opened_reload import OpenedReload
@@ -134,7 +134,7 @@ class LayoutWeights:
         """Give every layout the base layout's scales of the KV cache, and return them."""
         base, *others = (runtime.runner.get_model() for runtime in self._runtimes)
         for model in others:
-            take_kv_scales(model, base)
+            share_kv_scales(model, base)
         return kv_scales(base)
 
 
