@@ -11,17 +11,9 @@ FP8_KV = ("fp8", "fp8_e4m3", "fp8_e5m2")
 FP8_ONLINE = ("fp8", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block")
 """Values of vLLM's `quantization` that quantize the weights of a plain checkpoint."""
 _KV_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, **dict.fromkeys(FP8_KV, 1)}
-_SCALE_BYTES = 4
 _MODELOPT = {"FP8": "modelopt", "FP8_PER_CHANNEL_PER_TOKEN": "modelopt", "FP8_PB_WO": "modelopt"}
 _MODELOPT |= {"NVFP4": "modelopt_fp4"}
 """vLLM's name of a quantization, by the `quant_algo` that ModelOpt writes into a checkpoint."""
-_GROUPS = {
-    "fp8_per_channel": "channel",
-    "fp8_per_block": "block",
-    "FP8_PER_CHANNEL_PER_TOKEN": "channel",
-    "FP8_PB_WO": "block",
-}
-"""What has a scale of its own, by vLLM's name, or by ModelOpt's of an algorithm; else a tensor."""
 
 
 def quantization_config(config: Mapping[str, Any]) -> Any:
@@ -57,12 +49,13 @@ class Quantized:
     """Bytes of an element where they are not those of the model's type.
 
     Attributes:
-        weight_bytes: of the matrices of layers and of experts, with their scales; None: of the
-            model's type, as embeddings, LM head, routers and activations always are.
+        weight_bytes: of the matrices of layers and of experts; None: of the model's type, as
+            embeddings, LM head, routers and activations always are. Scales, 0.2% of the weights at
+            most, are not counted.
         kv_bytes: of the KV cache; None: of the model's type.
     """
 
-    weight_bytes: float | None = None
+    weight_bytes: int | None = None
     kv_bytes: int | None = None
 
     @classmethod
@@ -71,7 +64,6 @@ class Quantized:
         config: Mapping[str, Any],
         quantization: Any = None,
         kv_cache_dtype: str = "auto",
-        hidden: int = 0,
     ) -> Quantized:
         """What an engine keeps in 8 bits.
 
@@ -79,43 +71,28 @@ class Quantized:
             config: contents of the checkpoint's `config.json`.
             quantization: vLLM's option; None: the weights are as in the checkpoint.
             kv_cache_dtype: vLLM's option; "auto": as the checkpoint says.
-            hidden: elements of which most matrices have one scale for each channel; 0: scales are
-                not counted.
         """
         own = _fields(quantization_config(config))
         name = quantization or quantization_of(config)
-        weights = None
-        if name in FP8_ONLINE or name == "modelopt" or (name == "compressed-tensors" and _fp8(own)):
-            per_scale = {"block": 128 * 128, "channel": hidden}.get(_group(name, own))
-            weights = 1 + (_SCALE_BYTES / per_scale if per_scale else 0.0)
+        of_fp8 = name in (*FP8_ONLINE, "modelopt") or (name == "compressed-tensors" and _fp8(own))
         kv = _KV_BYTES.get(kv_cache_dtype)
         if kv_cache_dtype == "auto" and _has_fp8_kv(own):
             kv = 1
-        return cls(weights, kv)
+        return cls(1 if of_fp8 else None, kv)
 
 
 def _fields(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _weights_of(own: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What compressed-tensors says of weights in its first group of layers."""
-    groups = [*_fields(own.get("config_groups")).values()]
-    return _fields(_fields(groups[0]).get("weights")) if groups else {}
-
-
 def _fp8(own: Mapping[str, Any]) -> bool:
-    weights = _weights_of(own)
-    return weights.get("num_bits") == 8 and weights.get("type") == "float"
+    """Whether compressed-tensors has weights in fp8, by its first group of layers."""
+    groups = [*_fields(own.get("config_groups")).values()]
+    return bool(groups) and _is_fp8(_fields(groups[0]).get("weights"))
 
 
-def _group(name: str, own: Mapping[str, Any]) -> str:
-    """What has a scale of its own: "tensor", "channel" or "block"."""
-    if own.get("weight_block_size"):
-        return "block"
-    algorithm = str(_fields(own.get("quantization")).get("quant_algo")).upper()
-    given = _GROUPS.get(name) or _GROUPS.get(algorithm) or _weights_of(own).get("strategy")
-    return str(given or "tensor")
+def _is_fp8(scheme: Any) -> bool:
+    return _fields(scheme).get("num_bits") == 8 and _fields(scheme).get("type") == "float"
 
 
 def _has_fp8_kv(own: Mapping[str, Any]) -> bool:
@@ -123,5 +100,4 @@ def _has_fp8_kv(own: Mapping[str, Any]) -> bool:
     modelopt = _fields(own.get("quantization"))
     if str(modelopt.get("kv_cache_quant_algo") or own.get("kv_cache_quant_algo")).upper() == "FP8":
         return True
-    scheme = _fields(own.get("kv_cache_scheme") or modelopt.get("kv_cache_scheme"))
-    return scheme.get("num_bits") == 8 and scheme.get("type") == "float"
+    return _is_fp8(own.get("kv_cache_scheme") or modelopt.get("kv_cache_scheme"))

@@ -16,7 +16,7 @@ import torch
 import pat_vllm
 from pat_vllm.layout import Layout
 from tests.engine.specs import FP8_KV, FP8_WINDOWS
-from tests.engine.test_memory import check_allocated
+from tests.engine.test_memory import test_an_engine_allocates_what_is_computed  # noqa: F401
 from tests.engine.test_switch import (  # noqa: F401
     Case,
     at_steps,
@@ -33,7 +33,10 @@ from tests.support.same import FP8_KV_TOLERANCE, assert_same, assert_teacher_for
 from tests.support.stock import stock_answers
 
 pytestmark = pytest.mark.engine(FP8_KV, FP8_WINDOWS)
-ENGINES = {"test_new_scales_drop_all_kv": [FP8_KV]}
+ENGINES = {
+    "test_an_engine_allocates_what_is_computed": [FP8_KV],
+    "test_new_scales_drop_all_kv": [FP8_KV],
+}
 
 
 def test_each_layout_is_a_stock_engine(case: Case, spec: EngineSpec) -> None:
@@ -108,11 +111,6 @@ def test_kv_is_the_sources_byte_for_byte(llm: Any) -> None:
             assert all(torch.equal(kv, after[name][layer]) for layer, kv in layers.items()), name
         kinds = {kv.numpy().tobytes() for layers in before.values() for kv in layers.values()}
         assert len(kinds) == sum(map(len, before.values())), "each layer has KV of its own"
-
-
-def test_an_engine_allocates_what_is_computed(llm: Any) -> None:
-    if pat_vllm.report(llm).layouts[0].tp == 1 and not llm.model_config.get_sliding_window():
-        check_allocated(llm)
 
 
 def scales(worker: Any) -> set[tuple[float, ...]]:
