@@ -20,7 +20,7 @@ from pat_vllm.models.layer_sizes import (
     size_of,
 )
 from pat_vllm.models.model_classes import known_class
-from pat_vllm.models.quantization import Quantized
+from pat_vllm.models.quantization import PLAIN, Quantized
 
 VOCAB_PADDING = 64
 """vLLM pads the vocabulary to a multiple of it."""
@@ -70,11 +70,11 @@ class ModelSize:
     mlp_gate: bool = True
     max_positions: int = 0
     dtype_bytes: int = 2
-    quantized: Quantized = Quantized()
+    quantized: Quantized = PLAIN
 
     @classmethod
     def of(
-        cls, config: Mapping[str, Any], dtype_bytes: int = 2, quantized: Quantized = Quantized()
+        cls, config: Mapping[str, Any], dtype_bytes: int = 2, quantized: Quantized = PLAIN
     ) -> ModelSize:
         """From the contents of a Hugging Face `config.json`.
 

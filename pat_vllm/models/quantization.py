@@ -81,6 +81,10 @@ class Quantized:
         return cls(1 if of_fp8 else None, kv)
 
 
+PLAIN = Quantized()
+"""Nothing."""
+
+
 def _fields(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
 

@@ -19,7 +19,7 @@ from pat_vllm.modelled.gpus import Device, Gpu, Link, gib, known_gpu, link_of
 from pat_vllm.modelled.roofline import Machine
 from pat_vllm.models.model_size import ModelSize
 from pat_vllm.models.moe_config import MoEConfig
-from pat_vllm.models.quantization import Quantized
+from pat_vllm.models.quantization import PLAIN, Quantized
 from pat_vllm.predictor.draft_schedule import draft_lengths
 from pat_vllm.predictor.planner import Planner
 from pat_vllm.predictor.whole_batch import best_plan
@@ -85,7 +85,7 @@ def choose(
     device: Device | None,
     *,
     dtype_bytes: int = 2,
-    quantized: Quantized = Quantized(),
+    quantized: Quantized = PLAIN,
     load: Load,
 ) -> Choice:
     """The layouts of an engine. What its user names is kept.

@@ -18,7 +18,6 @@ from pat_vllm.layout import Layout
 from tests.engine.specs import FP8_KV, FP8_WINDOWS
 from tests.engine.test_memory import test_an_engine_allocates_what_is_computed  # noqa: F401
 from tests.engine.test_switch import (  # noqa: F401
-    Case,
     at_steps,
     batch,
     case,
@@ -27,7 +26,7 @@ from tests.engine.test_switch import (  # noqa: F401
     test_recomputing_gives_the_same,
     test_what_moves_is_what_requests_hold,
 )
-from tests.support.engines import Outcome, run, scheduler_of
+from tests.support.engines import run, scheduler_of
 from tests.support.pool import EngineSpec, go_home
 from tests.support.same import FP8_KV_TOLERANCE, assert_same, assert_teacher_forced
 from tests.support.stock import stock_answers
@@ -39,15 +38,18 @@ ENGINES = {
 }
 
 
-def test_each_layout_is_a_stock_engine(case: Case, spec: EngineSpec) -> None:
+def sizes_of(llm: Any) -> list[int]:
+    return [layout.tp for layout in pat_vllm.report(llm).layouts]
+
+
+def test_each_layout_is_a_stock_engine(llm: Any, spec: EngineSpec) -> None:
     """Where vLLM's own kernels run, to the last bit but for chance; plain ones round otherwise."""
-    llm, sizes, _ = case
     options = {name: spec.options[name] for name in ("kv_cache_dtype", "max_num_batched_tokens")}
     tolerance = 1e-5
     if spec.pat["weights"] == "inplace":
         options["worker_extension_cls"] = "tests.support.weight_updates.WeightUpdates"
         tolerance = FP8_KV_TOLERANCE
-    for tp in sizes:
+    for tp in sizes_of(llm):
         go_home(llm)  # without prefixes of another layout
         outcomes = run(llm, batch(), at_steps(llm, {0: tp}))
         assert_same(outcomes, stock_answers(spec.model, batch(), ranks=tp, **options), tolerance)
@@ -91,9 +93,8 @@ def whole_kv(llm: Any) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def test_kv_is_the_sources_byte_for_byte(llm: Any) -> None:
-    sizes = [layout.tp for layout in pat_vllm.report(llm).layouts]
     seen: list[dict[str, dict[str, torch.Tensor]]] = []
-    for source, target in itertools.permutations(sizes, 2):
+    for source, target in itertools.permutations(sizes_of(llm), 2):
         seen.clear()
 
         def before_step(step: int, source: int = source, target: int = target) -> None:
@@ -135,35 +136,29 @@ def set_scales(worker: Any, scale: float) -> None:
         layer._k_scale_float = layer._v_scale_float = scale
 
 
+def requests_of(llm: Any) -> list[Any]:
+    replicas = scheduler_of(llm).replica_set.replicas
+    return [each for replica in replicas for each in replica.scheduler.requests.values()]
+
+
+def check_new_scales(llm: Any, tp: int, scale: float) -> None:
+    jobs, dropped = batch(), list[int]()
+
+    def before_step(step: int) -> None:
+        at_steps(llm, {0: tp})(step)
+        if step == 12:
+            assert min(request.num_computed_tokens for request in requests_of(llm)) > 3
+            llm.collective_rpc(set_scales, args=(scale,))
+        if step == 13:
+            dropped.extend(request.num_preemptions for request in requests_of(llm))
+
+    outcomes = run(llm, jobs, before_step)
+    assert dropped == [1] * len(jobs), "KV by the scales before was read"
+    assert all(found == {(scale,) * 4} for found in llm.collective_rpc(scales))
+    assert_teacher_forced(llm, jobs, outcomes, FP8_KV_TOLERANCE)
+
+
 def test_new_scales_drop_all_kv(llm: Any) -> None:
     """Running requests' and cached prefixes', in whichever layout; and all layouts have them."""
-    jobs = batch()
-    for tp, scale in ((2, 0.5), (1, 1.0)):
-        dropped: list[int] = []
-
-        def before_step(step: int, tp: int = tp, scale: float = scale) -> None:
-            at_steps(llm, {0: tp})(step)
-            if step == 12:
-                requests = [
-                    request
-                    for replica in scheduler_of(llm).replica_set.replicas
-                    for request in replica.scheduler.requests.values()
-                ]
-                assert min(request.num_computed_tokens for request in requests) > 3
-                llm.collective_rpc(set_scales, args=(scale,))
-            if step == 13:
-                dropped.extend(
-                    request.num_preemptions
-                    for replica in scheduler_of(llm).replica_set.replicas
-                    for request in replica.scheduler.requests.values()
-                )
-
-        outcomes = run(llm, jobs, before_step)
-        assert dropped == [1] * len(jobs), "KV by the scales before was read"
-        expected = {(scale,) * 4}
-        assert all(found == expected for found in llm.collective_rpc(scales))
-        after = {
-            name: Outcome(outcome.token_ids, outcome.logprobs) for name, outcome in outcomes.items()
-        }
-        assert after
-        assert_teacher_forced(llm, jobs, after, FP8_KV_TOLERANCE)
+    check_new_scales(llm, tp=2, scale=0.5)
+    check_new_scales(llm, tp=1, scale=1.0)

@@ -20,7 +20,7 @@ from pat_vllm.modelled.roofline import (
 )
 from pat_vllm.models.known_models import MODEL_SHAPES
 from pat_vllm.models.model_size import ModelSize
-from pat_vllm.models.quantization import Quantized
+from pat_vllm.models.quantization import PLAIN, Quantized
 from pat_vllm.profile import Profile
 from pat_vllm.start.buffers import EngineShape
 from pat_vllm.start.memory_estimate import estimate
@@ -212,7 +212,7 @@ def test_steps_read_fewer_bytes_and_multiply_faster_where_a_gpu_can(gpu: str) ->
     layout, figures = Layout(1, 8), GPUS[gpu]
     plain, kv, weights = (
         Machine(ModelSize.of(MODEL_SHAPES["qwen3-8b"], quantized=quantized), figures)
-        for quantized in (Quantized(), Quantized(kv_bytes=1), Quantized(weight_bytes=1))
+        for quantized in (PLAIN, Quantized(kv_bytes=1), Quantized(weight_bytes=1))
     )
     read = figures.bandwidth * MEMORY_EFFICIENCY
     # Steps that all but read.
@@ -241,7 +241,7 @@ def test_experts_are_read_in_their_bytes_and_routers_in_the_models(name: str) ->
     gpu, layout = GPUS["H200"], Layout(1, 8)
     plain, fewer = (
         Machine(ModelSize.of(MODEL_SHAPES[name], quantized=quantized), gpu, "tp")
-        for quantized in (Quantized(), Quantized(weight_bytes=1))
+        for quantized in (PLAIN, Quantized(weight_bytes=1))
     )
     size, experts = plain.model, plain.model.experts
     assert experts is not None

@@ -10,7 +10,7 @@ from pat_vllm.layout import Layout
 from pat_vllm.models.known_models import MODEL_SHAPES
 from pat_vllm.models.layer_sizes import experts_of, text_of
 from pat_vllm.models.model_size import ModelSize
-from pat_vllm.models.quantization import Quantized
+from pat_vllm.models.quantization import PLAIN, Quantized
 
 QWEN3 = {**MODEL_SHAPES["qwen3-30b-a3b"]}
 MISTRAL = {**MODEL_SHAPES["qwen3-8b"], "model_type": "mistral", "num_hidden_layers": 48}
@@ -196,7 +196,7 @@ def test_what_is_quantized_takes_its_bytes_and_nothing_else_does(name: str) -> N
     """Embeddings, LM head, routers, activations and states stay as they are."""
     plain, weights, kv = (
         ModelSize.of(MODEL_SHAPES[name], quantized=quantized)
-        for quantized in (Quantized(), Quantized(weight_bytes=1), Quantized(kv_bytes=1))
+        for quantized in (PLAIN, Quantized(weight_bytes=1), Quantized(kv_bytes=1))
     )
     routers = 0
     if (experts := plain.experts) is not None:
