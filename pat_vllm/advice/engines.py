@@ -102,7 +102,12 @@ def profiled_engines(profile: Profile, drafts: bool) -> Engines:
 
 
 def modelled_engines(
-    options: AdviseOptions, model: NamedConfig, first: Batch, acceptance: float, longest: int
+    options: AdviseOptions,
+    model: NamedConfig,
+    first: Batch,
+    acceptance: float,
+    longest: int,
+    gpu_memory_utilization: float = EngineShape.gpu_memory_utilization,
 ) -> Engines:
     """Engines on --gpu, PAT's with the layouts that it would choose for such a batch.
 
@@ -110,6 +115,7 @@ def modelled_engines(
         first: one of the batches.
         acceptance: mean probability that a draft of it is accepted.
         longest: tokens of the longest request that may come.
+        gpu_memory_utilization: vLLM's option.
 
     Raises:
         ValueError: an option is wrong, or a request has no room.
@@ -126,6 +132,7 @@ def modelled_engines(
         (),
         max_num_seqs=options.max_num_seqs,
         max_model_len=longest,
+        gpu_memory_utilization=gpu_memory_utilization,
         num_speculative_tokens=lengths[-1],
         link=gpu.link,
     )
