@@ -22,7 +22,7 @@ import numpy as np
 from benchmarks.record import machine, table
 from pat_vllm.advice.advice import Advice, advise
 from pat_vllm.advice.batches import FUTURES
-from pat_vllm.advice.engines import modelled_engines
+from pat_vllm.advice.engines import Engines, modelled_engines
 from pat_vllm.cli.advise import AdviseOptions
 from pat_vllm.modelled.shapes import drawn_lengths
 from pat_vllm.models.checkpoint import named_config
@@ -77,7 +77,7 @@ def tails() -> Iterator[Cell]:
 def fits(cell: Cell) -> bool:
     """Whether some static layout has room for the longest request, with KV in 16 bits."""
     try:
-        engines_of(cell, "auto", batches_of(cell)[:1])
+        engines_of(cell, "auto", batches_of(cell)[0])
     except ValueError:
         return False
     return True
@@ -112,11 +112,11 @@ def batches_of(cell: Cell) -> list[Batch]:
     return batches
 
 
-def engines_of(cell: Cell, kv_cache_dtype: str, batches: Sequence[Batch]) -> Advice:
+def engines_of(cell: Cell, kv_cache_dtype: str, first: Batch) -> Engines:
     options = AdviseOptions(cell.model, cell.gpu, RANKS, kv_cache_dtype=kv_cache_dtype)
     longest = cell.longest + LONGEST_PROMPT
     model, memory = named_config(cell.model), cell.gpu_memory_utilization
-    return advise(modelled_engines(options, model, batches[0], 0.0, longest, memory), batches)
+    return modelled_engines(options, model, first, 0.0, longest, memory)
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,8 @@ class Answer:
     @classmethod
     def of(cls, cell: Cell) -> Answer:
         batches = batches_of(cell)
-        return cls(*(engines_of(cell, dtype, batches) for dtype in ("auto", "fp8")))
+        both = (engines_of(cell, dtype, batches[0]) for dtype in ("auto", "fp8"))
+        return cls(*(advise(engines, batches) for engines in both))
 
     @property
     def of_fp8(self) -> float:
