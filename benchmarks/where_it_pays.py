@@ -14,7 +14,7 @@ import random
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
 
 import numpy as np
@@ -62,7 +62,7 @@ def rollouts() -> Iterator[Cell]:
         lengths = ("deepscaler", "two-mode", "heavy")
         axes = models, lengths, (64, 128, 256), (16384, 32768), (8, 16), (0.5, 0.9)
         cells = [Cell(gpu, *which) for which in product(*axes)]
-        yield from [cell for cell in draw.sample(cells, len(cells)) if fits(cell)][:count]
+        yield from islice(filter(fits, draw.sample(cells, len(cells))), count)
 
 
 def tails() -> Iterator[Cell]:
