@@ -87,6 +87,14 @@ MUTATIONS = mutations({
     "tests/unit/kv_transfer/test_rounds.py": [
         ("rounds leave the rest of a move out", "kv_transfer.plan:_part", "(i + 1) * total // parts", "(i + 1) * (total // parts)"),
     ],
+    "tests/vllm/weights/test_kv_scales.py": [
+        ("a layout's processing writes over the scales of the base layout", "weights.model_weights:model_weights", " and name not in KV_SCALES", ""),
+        ("other layouts keep the scales of no checkpoint", "worker.layout_weights:LayoutWeights._share_kv_scales", "share_kv_scales(model, base)", "pass"),
+        ("scales on the host are not shared", "weights.kv_scales:share_kv_scales", "setattr(layer, scale, getattr(of_base[name], scale))", "pass"),
+    ],
+    "tests/engine/test_fp8_kv.py::test_new_scales_drop_all_kv": [
+        ("KV by other scales stays", "scheduler.replica_set:ReplicaSet.schedule", "self.reset_prefix_cache(reset_running_requests=True)", "pass"),
+    ],
     "tests/vllm/weights/test_weights.py": [
         ("fused matrices begin at the same row", "weights.shards:EvenPartition.shard", "start + tp_rank * rows", "tp_rank * rows"),
         ("replicated KV heads are those of the rank", "weights.shards:QKVPartition.shard", "tp_rank // copies * kv_heads", "tp_rank * kv_heads % self.total_kv_heads"),
@@ -107,7 +115,7 @@ MUTATIONS = mutations({
     ],
     "tests/vllm/weights/test_latent.py": [
         ("copies of absorbed weights stay old", "worker.layout_weights:renew_absorbed", "untyped_storage().data_ptr() != source", "untyped_storage().data_ptr() is None"),
-        ("absorbed weights are the checkpoint's", "weights.model_weights:model_weights", "if isinstance(module, MLAAttention):", "if False:"),
+        ("absorbed weights are the checkpoint's", "weights.model_weights:model_weights", "if isinstance(module, Attention | MLAAttention):", "if False:"),
     ],
     "tests/vllm/weights/test_inplace.py": [
         ("a parameter that an update replaced stays apart", "weights.inplace:InPlaceShards.refresh", "weight.bind(weight.tensor)", "pass"),
