@@ -11,7 +11,7 @@ from typing import Any
 
 from pat_vllm.models.layer_sizes import experts_of, has_states, linear_heads, names_experts
 from pat_vllm.models.model_classes import class_name
-from pat_vllm.models.quantization import kv_scale_of, quantization_of
+from pat_vllm.models.quantization import FP8_ONLINE, kv_scale_of, quantization_of
 
 _DECODERS = "decoder-only models with full, sliding or latent attention"
 _POOLING = ("Model", "Classification", "ForTextEncoding", "ForRewardModeling")
@@ -108,10 +108,7 @@ def _models(
 RUNNER = ModelRule(
     "runner", lambda model: None if model.runner == "generate" else model.runner, "generate"
 )
-FP8 = (
-    *("fp8", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block"),
-    *("compressed-tensors", "modelopt"),
-)
+FP8 = (*FP8_ONLINE, "compressed-tensors", "modelopt")
 """vLLM's names of quantizations to fp8. What else the last two may be, workers refuse by layer."""
 QUANTIZATION = ModelRule(
     "quantization",

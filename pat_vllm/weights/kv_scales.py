@@ -1,10 +1,8 @@
 """The scales by which attention layers keep keys and values in 8 bits: the same in all layouts.
 
-They are numbers of a layer, which a checkpoint may have, and no weights that tensor parallelism
-cuts. vLLM has each in a buffer on the device and once more on the host, where its kernels want it,
-and makes both of parameters that it then deletes. In a layout that reads no checkpoint it makes
-them of none, so that they become 1. So layouts share the base layout's buffers only when vLLM is
-done.
+vLLM has each in a buffer, and once more on the host, where some kernels want it. Of a model with
+quantized weights `KVScales` (`fp8.py`) has the base layout's processed ones in every layout. Here
+is what holds for any model.
 """
 
 from __future__ import annotations
@@ -15,30 +13,17 @@ import torch
 from torch import nn
 from vllm.utils.torch_utils import is_quantized_kv_cache
 
-KV_SCALES = ("_k_scale", "_v_scale", "_q_scale", "_prob_scale")
-"""Names of the buffers, of shape () or (1,), in float32."""
 _ON_HOST = ("_k_scale_float", "_v_scale_float", "_q_scale_float", "_prob_scale_float")
 _ON_HOST_TENSORS = ("_k_scale_cpu", "_v_scale_cpu")
 
 
 def share_kv_scales(model: nn.Module, base: nn.Module) -> None:
-    """Have the attention layers of a layout's model use the scales of the base layout's.
+    """Give the attention layers of a layout's model the base layout's scales on the host.
 
-    To be called when vLLM has processed both, and after each update.
-
-    Raises:
-        ValueError: a layer has a scale for each of its heads, which layouts cut.
+    Those on the device are weights. To be called when these are there.
     """
     of_base = dict(_attention_layers(base))
     for name, layer in _attention_layers(model):
-        for scale in KV_SCALES:
-            shared = getattr(of_base[name], scale)
-            if shared.numel() != 1:
-                raise ValueError(
-                    f"{name} has {shared.numel()} values in {scale}: PAT serves one scale for all "
-                    "KV heads of a layer (kv_cache_scheme.strategy='tensor')"
-                )
-            setattr(layer, scale, shared)
         for scale in _ON_HOST:
             setattr(layer, scale, getattr(of_base[name], scale))
         for scale in _ON_HOST_TENSORS:
@@ -64,5 +49,5 @@ def kv_scales(model: nn.Module) -> list[float]:
 
 def _attention_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, module in model.named_modules():
-        if KV_SCALES[0] in module._buffers:
+        if "_k_scale" in module._buffers:
             yield name, module

@@ -63,8 +63,7 @@ class LayoutWeights:
         """Free what only loading needed. Guard weights that cannot be updated against updates.
 
         Raises:
-            ValueError: vLLM has made the weights unfit for the `weights` option, or layouts cannot
-                share the scales of the KV cache.
+            ValueError: vLLM has made the weights unfit for the `weights` option.
         """
         self._strategy.release()
         model = self._base.runner.get_model()

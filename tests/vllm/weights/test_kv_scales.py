@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 from vllm.config import CacheConfig, set_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
@@ -18,9 +17,7 @@ from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 from pat_vllm.executor.messages import Refreshed
 from pat_vllm.layout import Layout
 from pat_vllm.weights.inplace import InPlaceShards
-from pat_vllm.weights.kv_scales import kv_scales, share_kv_scales
-from pat_vllm.weights.loaders import WeightStrategy
-from pat_vllm.weights.materialized import MaterializedShards
+from pat_vllm.weights.kv_scales import kv_scales
 from pat_vllm.worker.layout_weights import LayoutWeights
 from tests.support.models import random_model
 from tests.vllm.weights.test_weights import as_rank, vllm_config_for
@@ -89,13 +86,10 @@ def assert_scales(model: nn.Module, factor: float = 1.0) -> None:
         assert layer._prob_scale == 1.0
 
 
-@pytest.mark.parametrize("strategy", ["inplace", "materialized"])
 @pytest.mark.parametrize("quantization", KINDS)
-def test_layouts_have_the_scales_of_the_checkpoint(quantization: str, strategy: str) -> None:
+def test_layouts_have_the_scales_of_the_checkpoint(quantization: str) -> None:
     """A layout that reads no checkpoint would have vLLM write 1 where the base layout's are."""
-    shards: WeightStrategy = (
-        InPlaceShards(LAYOUTS, 0) if strategy == "inplace" else MaterializedShards()
-    )
+    shards = InPlaceShards(LAYOUTS, 0)
     base, other = (model(KINDS[quantization](), layout.tp) for layout in LAYOUTS)
     load(base)
     shards.capture(base)
@@ -105,7 +99,10 @@ def test_layouts_have_the_scales_of_the_checkpoint(quantization: str, strategy: 
     weights = LayoutWeights.__new__(LayoutWeights)
     weights._strategy, weights._packed = shards, False
     weights._runtimes = tuple(
-        SimpleNamespace(runner=SimpleNamespace(get_model=lambda it=it: it))  # type: ignore[misc]
+        SimpleNamespace(
+            runner=SimpleNamespace(get_model=lambda it=it: it),  # type: ignore[misc]
+            config=SimpleNamespace(model_config=None),
+        )
         for it in (base, other)
     )
     weights._base = weights._runtimes[0]
@@ -130,10 +127,3 @@ def test_only_a_cache_in_8_bits_depends_on_scales() -> None:
     before = kv_scales(quantized)
     quantized[1]._v_scale.fill_(0.5)  # type: ignore[index]
     assert kv_scales(quantized) != before
-
-
-def test_scales_of_each_head_are_refused() -> None:
-    base, other = model(None, 1), model(None, 2)
-    base[0]._k_scale = torch.ones(2)  # type: ignore[index]
-    with pytest.raises(ValueError, match="2 values in _k_scale: PAT serves one scale for all"):
-        share_kv_scales(other, base)
