@@ -16,12 +16,13 @@ from vllm.model_executor.layers.mamba.mamba_mixer2 import (
 from pat_vllm.weights.cuts import cuts_of, has_loader_of, known_cuts, layer_class, place_of
 from pat_vllm.weights.experts import check_gates
 from pat_vllm.weights.fp8 import Fp8Experts, Fp8Linear, KVScales
+from pat_vllm.weights.marlin import MarlinFp8Linear, refuse_absorbed
 from pat_vllm.weights.quantized import QuantizedLayer
 from pat_vllm.weights.shards import Cut, EvenPartition, Partition
 from pat_vllm.weights.weight import WHOLE, Weight, shape_in
 
-KINDS: tuple[type[QuantizedLayer], ...] = (Fp8Linear, Fp8Experts, KVScales)
-"""The kinds of quantized weights that layouts can share."""
+KINDS: tuple[type[QuantizedLayer], ...] = (MarlinFp8Linear, Fp8Linear, Fp8Experts, KVScales)
+"""The kinds of quantized weights that layouts can share; the first that a layer is of counts."""
 
 
 def quantized_layer(path: str, module: nn.Module) -> QuantizedLayer | None:
@@ -64,6 +65,7 @@ def model_weights(model: nn.Module) -> Iterator[Weight]:
             convolutions[module.conv1d] = EvenPartition(sizes)
         parameters = {name: p for name, p in module._parameters.items() if p is not None}
         if isinstance(module, MLAAttention):
+            refuse_absorbed(path, module)
             parameters = {}  # vLLM makes them of `kv_b_proj`; see `renew_absorbed`
         layer = layer_class(path, module) if parameters else None
         for name, parameter in parameters.items():

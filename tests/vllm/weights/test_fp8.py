@@ -132,25 +132,44 @@ MODELS = [
 def test_every_layout_has_what_vllm_has_there(
     name: str, how: str | None, base_tp: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ranks, rng = Ranks(), random.Random(name)
+    layouts = [layout for layout in LAYOUTS if layout.tp >= base_tp]
+    kinds: list[Experts] = ["tp", "ep"] if "moe" in name else ["tp"]
+    for experts in kinds:
+        check_walk(name, how, layouts, experts, monkeypatch)
+
+
+def check_walk(
+    name: str,
+    how: str | None,
+    layouts: Sequence[Layout],
+    experts: Experts,
+    monkeypatch: pytest.MonkeyPatch,
+) -> dict[Layout, nn.Module]:
+    """Go through the layouts in random order, and compare each with vLLM's at that tp.
+
+    Args:
+        name: of a test model.
+        how: vLLM's `quantization`; None: the checkpoint's.
+        layouts: the base layout first.
+
+    Returns:
+        The models of a rank.
+    """
+    ranks, rng = Ranks(), random.Random(name + experts)
     monkeypatch.setattr(online, "amax_for_tp_weight_quant", ranks.reduce)
     monkeypatch.setattr(
         online, "amax_for_moe_weight_quant", lambda amax, tp: ranks.reduce(amax, tp > 1)
     )
-    layouts = [layout for layout in LAYOUTS if layout.tp >= base_tp]
-    kinds: list[Experts] = ["tp", "ep"] if "moe" in name else ["tp"]
-    for experts in kinds:
-        rank = rng.randrange(RANKS)
-        options = {} if how is None else {"quantization": how}
-        config = vllm_config_for(random_model(name), tp=1, dtype="bfloat16", **options)
-        expected = {layout: stock(config, layout, rank, experts, ranks) for layout in layouts}
-        strategy, models = engine_of(config, layouts, rank, experts, ranks)
-        places = {
-            at: [t.data_ptr() for t in tensors(model).values()] for at, model in models.items()
-        }
-        for layout in [*layouts, *rng.choices(layouts, k=8), layouts[0]]:
-            strategy.arrange(layout)
-            assert_same(models[layout], expected[layout])
-        for at, model in models.items():
-            now = [tensor.data_ptr() for tensor in tensors(model).values()]
-            assert now == places[at], "compiled code would miss them"
+    rank = rng.randrange(RANKS)
+    options = {} if how is None else {"quantization": how}
+    config = vllm_config_for(random_model(name), tp=1, dtype="bfloat16", **options)
+    expected = {layout: stock(config, layout, rank, experts, ranks) for layout in layouts}
+    strategy, models = engine_of(config, layouts, rank, experts, ranks)
+    places = {at: [t.data_ptr() for t in tensors(model).values()] for at, model in models.items()}
+    for layout in [*layouts, *rng.choices(layouts, k=8), layouts[0]]:
+        strategy.arrange(layout)
+        assert_same(models[layout], expected[layout])
+    for at, model in models.items():
+        now = [tensor.data_ptr() for tensor in tensors(model).values()]
+        assert now == places[at], "compiled code would miss them"
+    return models
