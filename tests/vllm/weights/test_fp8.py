@@ -58,6 +58,16 @@ class Ranks:
         return torch.stack(every).amax(0)
 
 
+def asked_for_amax(monkeypatch: pytest.MonkeyPatch) -> Ranks:
+    """Ranks that online quantization asks."""
+    ranks = Ranks()
+    monkeypatch.setattr(online, "amax_for_tp_weight_quant", ranks.reduce)
+    monkeypatch.setattr(
+        online, "amax_for_moe_weight_quant", lambda amax, tp: ranks.reduce(amax, tp > 1)
+    )
+    return ranks
+
+
 def ready(config: VllmConfig, model: nn.Module, place: Place) -> nn.Module:
     """The model as a runner has it."""
     with in_place(place, config.parallel_config):
@@ -134,35 +144,35 @@ def test_every_layout_has_what_vllm_has_there(
 ) -> None:
     layouts = [layout for layout in LAYOUTS if layout.tp >= base_tp]
     kinds: list[Experts] = ["tp", "ep"] if "moe" in name else ["tp"]
+    rng = random.Random(name)
     for experts in kinds:
-        check_walk(name, how, layouts, experts, monkeypatch)
+        walk(name, how, layouts, rng.randrange(RANKS), monkeypatch, experts)
 
 
-def check_walk(
+def config_of(name: str, how: str | None) -> VllmConfig:
+    """Of a test model, with vLLM's `quantization`; None: the checkpoint's."""
+    options = {} if how is None else {"quantization": how}
+    return vllm_config_for(random_model(name), tp=1, dtype="bfloat16", **options)
+
+
+def walk(
     name: str,
     how: str | None,
     layouts: Sequence[Layout],
-    experts: Experts,
+    rank: int,
     monkeypatch: pytest.MonkeyPatch,
+    experts: Experts = "tp",
 ) -> dict[Layout, nn.Module]:
     """Go through the layouts in random order, and compare each with vLLM's at that tp.
 
     Args:
-        name: of a test model.
-        how: vLLM's `quantization`; None: the checkpoint's.
+        name, how: as `config_of` takes them.
         layouts: the base layout first.
 
     Returns:
-        The models of a rank.
+        A rank's models.
     """
-    ranks, rng = Ranks(), random.Random(name + experts)
-    monkeypatch.setattr(online, "amax_for_tp_weight_quant", ranks.reduce)
-    monkeypatch.setattr(
-        online, "amax_for_moe_weight_quant", lambda amax, tp: ranks.reduce(amax, tp > 1)
-    )
-    rank = rng.randrange(RANKS)
-    options = {} if how is None else {"quantization": how}
-    config = vllm_config_for(random_model(name), tp=1, dtype="bfloat16", **options)
+    ranks, rng, config = asked_for_amax(monkeypatch), random.Random(name), config_of(name, how)
     expected = {layout: stock(config, layout, rank, experts, ranks) for layout in layouts}
     strategy, models = engine_of(config, layouts, rank, experts, ranks)
     places = {at: [t.data_ptr() for t in tensors(model).values()] for at, model in models.items()}
