@@ -1,4 +1,4 @@
-"""Layers with fp8 weights: linear ones, experts, and the scales of attention's KV.
+"""Layers with fp8 weights: linear ones, and experts.
 
 What a scale stands for says how it is cut: one for all of a matrix is whole in every layout, one
 for each row is cut as the rows are, one for each block of a matrix in both directions. Scales are
@@ -13,16 +13,21 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
+import torch
 from torch import nn
 from vllm.model_executor.layers.fused_moe.oracle.fp8 import make_fp8_moe_kernel
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
-from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.model_executor.layers.quantization.utils import quant_utils
 
 from pat_vllm.layout import Place
 from pat_vllm.weights.cuts import has_own_loader, known_cuts, place_of, sharded_class
-from pat_vllm.weights.experts import expert_cuts, expert_place, why_not_shared
+from pat_vllm.weights.experts import (
+    block_of_scales,
+    expert_cuts,
+    expert_place,
+    why_not_shared,
+)
 from pat_vllm.weights.quantized import QuantizedLayer
 from pat_vllm.weights.shards import Cut
 from pat_vllm.weights.weight import WHOLE, Share, Weight
@@ -141,8 +146,10 @@ class Fp8Linear(QuantizedLayer):
             if name == "weight":
                 share = "view" if self.kernel.strided else "block"
                 data = data.t() if transposed else data
+                self._check_size(data)
             elif data.dim() == 2 and self.unit > 1:
                 unit = self.unit
+                self._check_scales(name, data)
             elif data.numel() == rows:
                 own = tuple(cut for cut in cuts if cut.dim == 0)
             else:
@@ -161,6 +168,30 @@ class Fp8Linear(QuantizedLayer):
 
     def finish(self, module: nn.Module) -> None:
         self.kernel.finish(kernel_of(module), module)
+
+    def _check_size(self, weight: torch.Tensor) -> None:
+        """Check that vLLM has not padded a matrix that layouts cut."""
+        module = self.module
+        if self.cuts and list(weight.shape) != [
+            module.output_size_per_partition,
+            module.input_size_per_partition,
+        ]:
+            raise ValueError(
+                f"{self.path}.weight is padded for its kernel to {tuple(weight.shape)}: layouts "
+                f"cannot share it. Choose another kernel by linear_backend, {STATIC}"
+            )
+
+    def _check_scales(self, name: str, scales: torch.Tensor) -> None:
+        """Check that there is one for each block, in order. DeepGEMM packs them on Blackwell."""
+        weight = self.module.weight
+        blocks = [-(-size // self.unit) for size in weight.shape]
+        in_order = scales.is_contiguous() or not any(scales.stride())  # or is not there yet
+        if list(scales.shape) != blocks or not in_order:
+            raise ValueError(
+                f"{self.path}.{name} is packed for its kernel, {tuple(scales.shape)} of "
+                f"{scales.dtype} in place of {blocks}: layouts cannot share it. Set "
+                f"VLLM_USE_DEEP_GEMM=0, {STATIC}"
+            )
 
     @property
     def _rows(self) -> int:
@@ -194,8 +225,7 @@ class Fp8Experts(QuantizedLayer):
                 f"{STATIC}"
             )
         # Where shards end inside a checkpoint's blocks, vLLM has scales for smaller ones.
-        block = getattr(method, "moe_block_shape", None) or method.weight_block_size
-        return cls(path, module, expert_place(module), _unit_of(path, block))
+        return cls(path, module, expert_place(module), _unit_of(path, block_of_scales(method)))
 
     def parameters(self) -> dict[str, nn.Parameter]:
         # The bias of the router's choice is the router's, which has it plain.
@@ -233,47 +263,6 @@ class Fp8Experts(QuantizedLayer):
         )
 
 
-class KVScales(QuantizedLayer):
-    """The scales of attention's KV, in models with quantized weights.
-
-    A checkpoint's come in parameters, which processing puts into buffers and Python floats. Some
-    kernels read the ones, some the others.
-    """
-
-    @classmethod
-    def of(cls, path: str, module: nn.Module) -> Self | None:
-        if not isinstance(getattr(module, "quant_method", None), BaseKVCacheMethod):
-            return None
-        scheme = getattr(module.quant_method.quant_config, "kv_cache_scheme", None)
-        if scheme and scheme.get("strategy") == "attn_head":
-            raise ValueError(
-                f"{path} has a scale for each KV head, of which a layout has some: use a "
-                f"checkpoint with one scale for a layer's KV, {STATIC}"
-            )
-        return cls(path, module, WHOLE)
-
-    def weights(self) -> Iterator[Weight]:
-        for name, buffer in self.module._buffers.items():
-            if buffer is not None and name not in self.module._non_persistent_buffers_set:
-                full_name = f"{self.path}.{name}"
-                yield Weight(full_name, buffer.data, (), WHOLE, self.module, name, "copy")
-
-    def check(self, places: Iterable[Place]) -> None:
-        """Every rank has them whole."""
-
-    def finish(self, module: Any) -> None:
-        self.renew()
-
-    def renew(self) -> None:
-        for name in _KV_SCALES:
-            value = getattr(self.module, f"_{name}").item()
-            if hasattr(self.module, f"_{name}_float"):
-                setattr(self.module, f"_{name}_float", value)
-            if (on_host := getattr(self.module, f"_{name}_cpu", None)) is not None:
-                on_host.fill_(value)
-
-
-_KV_SCALES = ("q_scale", "k_scale", "v_scale", "prob_scale")
 _LEAST_BLOCK = 32
 """The smallest blocks to which vLLM divides those of experts (`refine_fp8_moe_block_shape`)."""
 

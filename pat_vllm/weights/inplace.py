@@ -60,8 +60,7 @@ class InPlaceShards(WeightStrategy):
         """Columns that are together while a layout is arranged, of each matrix."""
         self._quantized: dict[str, QuantizedLayer] = {}
         """The base layout's layers with quantized weights."""
-        self._renewed: list[QuantizedLayer] = []
-        """Those of the other layouts."""
+        self._has_quantized = False
         self._arranged = self._base_layout
 
     # ---------------------------------------------------------------- start
@@ -111,13 +110,13 @@ class InPlaceShards(WeightStrategy):
 
     def fill(self, model: nn.Module) -> None:
         """Make each weight a view of the base layout's, or a copy."""
-        if not self._renewed:  # vLLM has processed the base layout's weights by now
+        if not self._has_quantized:  # vLLM has processed the base layout's weights by now
+            self._has_quantized = True
             self._take(chain.from_iterable(layer.weights() for layer in self._quantized.values()))
         keep_plain_weights(model)
         layers = quantized_layers(model)
         for path, layer in layers.items():
             layer.adopt(self._quantized[path])
-        self._renewed += layers.values()
         quantized = chain.from_iterable(layer.weights() for layer in layers.values())
         for weight, base in matching_weights(chain(model_weights(model), quantized), self._base):
             if weight.shared:
@@ -205,8 +204,6 @@ class InPlaceShards(WeightStrategy):
                 weight.bind(weight.tensor)
         for weight, of_base in self._copies:
             derive(weight, of_base)
-        for layer in self._renewed:
-            layer.renew()
 
     def _move(self, source: Layout, target: Layout) -> ByteSwaps:
         """The swaps that lead from the order of one layout to that of another."""

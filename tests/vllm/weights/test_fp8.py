@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -17,11 +18,14 @@ from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from pat_vllm.layout import Experts, Layout, Place
 from pat_vllm.patches.weights import keep_plain_weights
 from pat_vllm.weights.inplace import InPlaceShards
+from pat_vllm.weights.kv_scales import share_kv_scales
+from pat_vllm.weights.model_weights import quantized_layers
 from tests.support import fp8_on_cpu
 from tests.support.models import random_model
 from tests.vllm.weights.test_weights import build, in_place, load, vllm_config_for
 
 RANKS = 4
+BLOCKS = "fp8_per_block"
 LAYOUTS = [Layout.of(tp, RANKS) for tp in (1, 2, 4)]
 
 
@@ -124,6 +128,7 @@ def engine_of(
                 model = build(config, place)
             strategy.fill(model)
         models[layout] = ready(config, model, place)
+        share_kv_scales(models[layout], models[layouts[0]])
     strategy.release()
     return strategy, models
 
@@ -183,3 +188,52 @@ def walk(
         now = [tensor.data_ptr() for tensor in tensors(model).values()]
         assert now == places[at], "compiled code would miss them"
     return models
+
+
+def loaded(name: str) -> nn.Module:
+    """A model in one layout, processed."""
+    config = vllm_config_for(random_model(name), tp=1, dtype="bfloat16")
+    place = LAYOUTS[0].place_of(0)
+    return ready(config, load(config, place, config.load_config), place)
+
+
+def set_scales(layer: Any) -> None:
+    layer.weight_scale_inv = nn.Parameter(torch.zeros(512, 1, dtype=torch.int32), False)
+
+
+def pad(layer: Any) -> None:
+    layer.weight = nn.Parameter(torch.cat([layer.weight.data, layer.weight.data]), False)
+
+
+def set_kernel(layer: Any) -> None:
+    layer.quant_method.fp8_linear = nn.Identity()
+
+
+def set_block(layer: Any) -> None:
+    layer.weight_block_size = [1, 128]
+
+
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        (set_scales, ["qkv_proj.weight_scale_inv is packed", "int32", "VLLM_USE_DEEP_GEMM=0"]),
+        (pad, ["qkv_proj.weight is padded", "linear_backend"]),
+        (set_kernel, ["qkv_proj runs with Identity", "linear_backend"]),
+        (set_block, ["blocks of 1 x 128"]),
+    ],
+)
+def test_what_layouts_cannot_share_is_refused(change: Any, parts: list[str]) -> None:
+    model: Any = loaded("fp8_blocks")
+    change(model.model.layers[0].self_attn.qkv_proj)
+    with pytest.raises(ValueError) as error:
+        for layer in quantized_layers(model).values():
+            list(layer.weights())
+    for part in [*parts, "static tensor_parallel_size"]:
+        assert part in str(error.value)
+
+
+def test_shards_that_end_inside_a_block_are_named_before_weights_are_read() -> None:
+    config = vllm_config_for(random_model("qwen3"), tp=1, dtype="bfloat16", quantization=BLOCKS)
+    strategy = InPlaceShards(LAYOUTS, 3)
+    with pytest.raises(ValueError, match=r"qkv_proj, .*320 is not a multiple of 128, for tp=2"):
+        strategy.check(build(config, LAYOUTS[0].place_of(3)))
