@@ -32,7 +32,7 @@ from pat_vllm.weights.quantized import QuantizedLayer
 from pat_vllm.weights.shards import Cut
 from pat_vllm.weights.weight import WHOLE, Share, Weight
 
-_STATIC = "or use a static tensor_parallel_size without PAT"
+STATIC = "or use a static tensor_parallel_size without PAT"
 _ALIGNED = 16
 """Rows and columns of fp8 matrices come in multiples of it; else vLLM pads them for its kernels."""
 
@@ -71,6 +71,7 @@ KERNELS: dict[str, Kernel] = {
     "DeepGemmFp8BlockScaledMMKernel": Kernel(finish=_warm_up),
     "FlashInferFp8DeepGEMMDynamicBlockScaledKernel": Kernel(finish=_warm_up),
     "TritonFp8BlockScaledMMKernel": Kernel(strided=True),
+    "MarlinFP8ScaledMMLinearKernel": Kernel(),  # packs a matrix: see `MarlinFp8Linear`
 }
 """By vLLM's class names. Others pack a matrix in a way of their own."""
 
@@ -105,11 +106,11 @@ class Fp8Linear(QuantizedLayer):
             return None
         if type(module.quant_method).__name__ not in _LINEAR_METHODS:
             return None
-        kernel = _kernel_of(module)
+        kernel = kernel_of(module)
         if (name := type(kernel).__name__) not in KERNELS:
             raise ValueError(
                 f"{path} runs with {name}, whose form of quantized weights layouts cannot share: "
-                f"choose another kernel by linear_backend, {_STATIC}"
+                f"choose another kernel by linear_backend, {STATIC}"
             )
         _refuse_own_amax(path, module.quant_method)
         layer, weight = sharded_class(path, module), module.weight
@@ -124,7 +125,7 @@ class Fp8Linear(QuantizedLayer):
 
     @property
     def kernel(self) -> Kernel:
-        return KERNELS[type(_kernel_of(self.module)).__name__]
+        return KERNELS[type(kernel_of(self.module)).__name__]
 
     @property
     def cuts(self) -> tuple[Cut, ...]:
@@ -134,7 +135,7 @@ class Fp8Linear(QuantizedLayer):
         return known_cuts(self.path, self.module, "weight") or ()
 
     def check(self, places: Iterable[Place]) -> None:
-        _check_shards(self.path, self.cuts, max(self.unit, _ALIGNED), places)
+        check_shards(self.path, self.cuts, max(self.unit, _ALIGNED), places)
 
     def weights(self) -> Iterator[Weight]:
         cuts, rows = self.cuts, self._rows
@@ -166,7 +167,7 @@ class Fp8Linear(QuantizedLayer):
             )
 
     def finish(self, module: nn.Module) -> None:
-        self.kernel.finish(_kernel_of(module), module)
+        self.kernel.finish(kernel_of(module), module)
 
     def _check_size(self, weight: torch.Tensor) -> None:
         """Check that vLLM has not padded a matrix that layouts cut."""
@@ -177,7 +178,7 @@ class Fp8Linear(QuantizedLayer):
         ]:
             raise ValueError(
                 f"{self.path}.weight is padded for its kernel to {tuple(weight.shape)}: layouts "
-                f"cannot share it. Choose another kernel by linear_backend, {_STATIC}"
+                f"cannot share it. Choose another kernel by linear_backend, {STATIC}"
             )
 
     def _check_scales(self, name: str, scales: torch.Tensor) -> None:
@@ -189,7 +190,7 @@ class Fp8Linear(QuantizedLayer):
             raise ValueError(
                 f"{self.path}.{name} is packed for its kernel, {tuple(scales.shape)} of "
                 f"{scales.dtype} in place of {blocks}: layouts cannot share it. Set "
-                f"VLLM_USE_DEEP_GEMM=0, {_STATIC}"
+                f"VLLM_USE_DEEP_GEMM=0, {STATIC}"
             )
 
     @property
@@ -221,7 +222,7 @@ class Fp8Experts(QuantizedLayer):
         for reason in reasons:
             raise ValueError(
                 f"{path} ({name}): PAT cannot derive experts for other layouts that {reason}, "
-                f"{_STATIC}"
+                f"{STATIC}"
             )
         # Where shards end inside a checkpoint's blocks, vLLM has scales for smaller ones.
         return cls(path, module, expert_place(module), _unit_of(path, block_of_scales(method)))
@@ -235,7 +236,7 @@ class Fp8Experts(QuantizedLayer):
         for name in ("w13_weight", "w2_weight"):
             cuts = expert_cuts(self.module, name) or ()
             unit = math.gcd(self.unit, _LEAST_BLOCK) if self.unit > 1 else _ALIGNED
-            _check_shards(f"{self.path}.{name}", cuts[1:], unit, places)
+            check_shards(f"{self.path}.{name}", cuts[1:], unit, places)
 
     def weights(self) -> Iterator[Weight]:
         for name, parameter in self.parameters().items():
@@ -266,11 +267,15 @@ _LEAST_BLOCK = 32
 """The smallest blocks to which vLLM divides those of experts (`refine_fp8_moe_block_shape`)."""
 
 
-def _kernel_of(module: Any) -> Any:
-    """vLLM's kernel of a quantized linear layer."""
-    method = module.quant_method
-    scheme = getattr(module, "scheme", None)
-    for owner, name in ((method, "fp8_linear"), (scheme, "fp8_linear"), (method, "kernel")):
+def kernel_of(module: Any) -> Any:
+    """vLLM's kernel of a quantized linear layer; None: the module has none that PAT knows of."""
+    method, scheme = getattr(module, "quant_method", None), getattr(module, "scheme", None)
+    for owner, name in (
+        (method, "fp8_linear"),
+        (scheme, "fp8_linear"),
+        (scheme, "linear_kernel"),
+        (method, "kernel"),
+    ):
         if (kernel := getattr(owner, name, None)) is not None:
             return kernel
     return None
@@ -283,12 +288,12 @@ def _unit_of(path: str, block: Sequence[int] | None) -> int:
     if len(set(block)) > 1:
         raise ValueError(
             f"{path} has scales for blocks of {' x '.join(map(str, block))}: PAT derives those of "
-            f"square blocks only. Use a checkpoint with such blocks, {_STATIC}"
+            f"square blocks only. Use a checkpoint with such blocks, {STATIC}"
         )
     return int(block[0])
 
 
-def _check_shards(path: str, cuts: Iterable[Cut], unit: int, places: Iterable[Place]) -> None:
+def check_shards(path: str, cuts: Iterable[Cut], unit: int, places: Iterable[Place]) -> None:
     """Check that ranks in these places have whole blocks of `unit` rows or columns."""
     for cut in cuts:
         for place in places:
@@ -298,7 +303,7 @@ def _check_shards(path: str, cuts: Iterable[Cut], unit: int, places: Iterable[Pl
             except ValueError as error:
                 raise ValueError(
                     f"{path}, {error}, for tp={place.tp}: layouts cannot share fp8 weights whose "
-                    f"shards end inside a block. Leave tp={place.tp} out by pat.layouts, {_STATIC}"
+                    f"shards end inside a block. Leave tp={place.tp} out by pat.layouts, {STATIC}"
                 ) from error
 
 
@@ -308,5 +313,5 @@ def _refuse_own_amax(path: str, method: Any) -> None:
     if "Online" in type(method).__name__ and not hasattr(quant_utils, "amax_for_tp_weight_quant"):
         raise ValueError(
             f"{path}: this version of vLLM quantizes each rank's shard by its own largest value, "
-            f"so that layouts would differ: use vLLM 0.32 or later, an fp8 checkpoint, {_STATIC}"
+            f"so that layouts would differ: use vLLM 0.32 or later, an fp8 checkpoint, {STATIC}"
         )

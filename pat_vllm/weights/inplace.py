@@ -81,7 +81,7 @@ class InPlaceShards(WeightStrategy):
             self._base[weight.name] = weight
             for cut in weight.cuts if weight.share != "copy" else ():
                 if cut.partition.nested and cut not in self._blocks:
-                    self._blocks[cut] = self._blocks_of(cut, weight.tensor.shape[cut.dim])
+                    self._blocks[cut] = self._blocks_of(cut, weight)
 
     @contextmanager
     def building(self) -> Iterator[None]:
@@ -148,19 +148,20 @@ class InPlaceShards(WeightStrategy):
             for source, target in permutations(self._places, 2)
         }
 
-    def _blocks_of(self, cut: Cut, rows: int) -> dict[int, Block]:
+    def _blocks_of(self, cut: Cut, weight: Weight) -> dict[int, Block]:
         """Where each layout finds its shard of weights with this cut, by `Cut.ways`.
 
         Args:
-            rows: size of the base layout's weights along the cut dimension.
+            weight: such a weight of the base layout.
         """
-        padded = cut.padded()
+        padded, rows = cut.padded(), weight.tensor.shape[cut.dim]
         base = padded.shard(self._places[self._base_layout])
         pieces = {
             cut.ways(place): pieces_of(padded.shard(place), base) for place in self._places.values()
         }
         unit = common_unit(rows, pieces.values())
-        return {ways: block_of(of_layout, rows, unit) for ways, of_layout in pieces.items()}
+        banded = weight.share == "block" and cut.dim > 0
+        return {ways: block_of(own, rows, unit, banded) for ways, own in pieces.items()}
 
     def _view(self, weight: Weight, base: Weight) -> torch.Tensor:
         """The part of `base` in which `weight` lies while its layout is arranged."""
@@ -170,8 +171,7 @@ class InPlaceShards(WeightStrategy):
                 block = self._blocks[cut][cut.ways(weight.place)]
                 if base.share == "block" and cut.dim and block.size < view.shape[cut.dim]:
                     layout = next(at for at in self._places if at.tp == weight.place.tp)
-                    bands = view.shape[cut.dim] // block.size
-                    columns = ColumnBlock(view, bands, block.start // block.size)
+                    columns = ColumnBlock(view, block.start, block.size)
                     self._columns.setdefault(layout, []).append(columns)
                     view = columns.block
                 else:

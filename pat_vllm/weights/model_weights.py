@@ -17,12 +17,13 @@ from pat_vllm.weights.cuts import cuts_of, has_loader_of, known_cuts, layer_clas
 from pat_vllm.weights.experts import check_gates
 from pat_vllm.weights.fp8 import Fp8Experts, Fp8Linear
 from pat_vllm.weights.kv_scales import KV_SCALES, KVScales
+from pat_vllm.weights.marlin import MarlinFp8Linear, refuse_absorbed
 from pat_vllm.weights.quantized import QuantizedLayer
 from pat_vllm.weights.shards import Cut, EvenPartition, Partition
 from pat_vllm.weights.weight import WHOLE, Weight, shape_in
 
-KINDS: tuple[type[QuantizedLayer], ...] = (Fp8Linear, Fp8Experts, KVScales)
-"""The kinds of quantized weights that layouts can share."""
+KINDS: tuple[type[QuantizedLayer], ...] = (MarlinFp8Linear, Fp8Linear, Fp8Experts, KVScales)
+"""The kinds of quantized weights that layouts can share; the first that a layer is of counts."""
 
 
 def quantized_layer(path: str, module: nn.Module) -> QuantizedLayer | None:
@@ -54,6 +55,8 @@ def model_weights(model: nn.Module) -> Iterator[Weight]:
     for path, module in model.named_modules():
         if isinstance(module, MoERunner):
             check_gates(path, module)
+        elif isinstance(module, MLAAttention):
+            refuse_absorbed(path, module)
         if (quantized := quantized_layer(path, module)) is not None:
             for name, parameter in module.named_parameters(recurse=False):
                 if name not in quantized.parameters():  # such as one that another module has, too

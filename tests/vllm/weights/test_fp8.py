@@ -65,6 +65,16 @@ class Ranks:
         return torch.stack(every).amax(0)
 
 
+def ranks_of(monkeypatch: pytest.MonkeyPatch) -> Ranks:
+    """Ranks that online quantization asks."""
+    ranks = Ranks()
+    monkeypatch.setattr(online, "amax_for_tp_weight_quant", ranks.reduce)
+    monkeypatch.setattr(
+        online, "amax_for_moe_weight_quant", lambda amax, tp: ranks.reduce(amax, tp > 1)
+    )
+    return ranks
+
+
 def ready(config: VllmConfig, model: nn.Module, place: Place) -> nn.Module:
     """The model as a runner has it."""
     with in_place(place, config.parallel_config):
@@ -135,16 +145,6 @@ MODELS = [
 ]
 
 
-def ranks_of(monkeypatch: pytest.MonkeyPatch) -> Ranks:
-    """Those that load from here on."""
-    ranks = Ranks()
-    monkeypatch.setattr(online, "amax_for_tp_weight_quant", ranks.reduce)
-    monkeypatch.setattr(
-        online, "amax_for_moe_weight_quant", lambda amax, tp: ranks.reduce(amax, tp > 1)
-    )
-    return ranks
-
-
 def config_of(name: str, how: str | None) -> VllmConfig:
     options = {} if how is None else {"quantization": how}
     return vllm_config_for(random_model(name), tp=1, dtype="bfloat16", **options)
@@ -160,22 +160,40 @@ def kinds(name: str) -> list[Experts]:
 def test_every_layout_has_what_vllm_has_there(
     name: str, how: str | None, base_tp: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ranks, rng = ranks_of(monkeypatch), random.Random(name)
+    rng = random.Random(name)
     layouts = [layout for layout in LAYOUTS if layout.tp >= base_tp]
     for experts in kinds(name):
-        rank = rng.randrange(RANKS)
-        config = config_of(name, how)
-        expected = {layout: stock(config, layout, rank, experts, ranks) for layout in layouts}
-        strategy, models = engine_of(config, layouts, rank, experts, ranks)
-        places = {
-            at: [t.data_ptr() for t in tensors(model).values()] for at, model in models.items()
-        }
-        for layout in [*layouts, *rng.choices(layouts, k=8), layouts[0]]:
-            strategy.arrange(layout)
-            assert_same(models[layout], expected[layout])
-        for at, model in models.items():
-            now = [tensor.data_ptr() for tensor in tensors(model).values()]
-            assert now == places[at], "compiled code would miss them"
+        walk(name, how, layouts, rng.randrange(RANKS), monkeypatch, experts)
+
+
+def walk(
+    name: str,
+    how: str | None,
+    layouts: Sequence[Layout],
+    rank: int,
+    monkeypatch: pytest.MonkeyPatch,
+    experts: Experts = "tp",
+) -> dict[Layout, nn.Module]:
+    """Go through the layouts in random order, and compare each with vLLM's at that tp.
+
+    Args:
+        name, how: as `config_of` takes them.
+        layouts: the base layout first.
+
+    Returns:
+        A rank's models.
+    """
+    ranks, rng, config = ranks_of(monkeypatch), random.Random(name), config_of(name, how)
+    expected = {layout: stock(config, layout, rank, experts, ranks) for layout in layouts}
+    strategy, models = engine_of(config, layouts, rank, experts, ranks)
+    places = {at: [t.data_ptr() for t in tensors(model).values()] for at, model in models.items()}
+    for layout in [*layouts, *rng.choices(layouts, k=8), layouts[0]]:
+        strategy.arrange(layout)
+        assert_same(models[layout], expected[layout])
+    for at, model in models.items():
+        now = [tensor.data_ptr() for tensor in tensors(model).values()]
+        assert now == places[at], "compiled code would miss them"
+    return models
 
 
 def loaded(name: str) -> nn.Module:
