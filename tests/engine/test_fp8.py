@@ -8,6 +8,7 @@ With activations in 32 bits, in which they do not, an engine is in `test_switch.
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from tests.support.stock import stock_answers
 pytestmark = pytest.mark.engine(FP8_ONLINE, FP8_CHANNELS)
 
 
-def alone(llm: Any, jobs: dict[str, Job]) -> dict[str, Outcome]:
+def alone(llm: Any, jobs: Mapping[str, Job]) -> dict[str, Outcome]:
     """One request after the other: what a kernel rounds depends on the others of its batch."""
     return {
         name: outcome for name in jobs for name, outcome in run(llm, {name: jobs[name]}).items()

@@ -94,7 +94,7 @@ def test_pushed_weights_reach_every_layout(name: str, base_tp: int) -> None:
         static = {layout: stock(config, layout, rank, experts, ranks) for layout in layouts}
         strategy, models = engine_of(config, layouts, rank, experts, ranks)
         base, *others = models.values()
-        reload = OpenedReload(base, config.model_config)
+        reload = OpenedReload(base)
 
         def in_layout(layout: Layout, rank: int = rank, experts: Experts = experts):
             return in_place(layout.place_of(rank, experts), config.parallel_config)
