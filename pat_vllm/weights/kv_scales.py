@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
-from vllm.utils.torch_utils import is_quantized_kv_cache
+from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 _ON_HOST = ("_k_scale_float", "_v_scale_float", "_q_scale_float", "_prob_scale_float")
 _ON_HOST_TENSORS = ("_k_scale_cpu", "_v_scale_cpu")
