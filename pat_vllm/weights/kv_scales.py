@@ -15,7 +15,7 @@ from typing import Self
 import torch
 from torch import nn
 from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
-from vllm.utils.torch_utils import is_quantized_kv_cache
+from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 from pat_vllm.layout import Place
 from pat_vllm.weights.quantized import QuantizedLayer
