@@ -288,12 +288,7 @@ RULES = (
     _only("ec_transfer_config"),
     Rule("kv_events_config", _kv_events, "None"),
     Rule("attention_backend", _attention_backend, "TRITON_ATTN"),
-    _only(
-        "cache_config.cache_dtype",
-        *_KV_DTYPES,
-        why="one scale a layer",
-        option="kv_cache_dtype",
-    ),
+    _only("cache_config.cache_dtype", *_KV_DTYPES, option="kv_cache_dtype"),
     Rule(
         "kv_cache_dtype_skip_layers",
         _layers_of_two_dtypes,

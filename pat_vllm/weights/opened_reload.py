@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 from vllm.config import ModelConfig
 from vllm.model_executor.model_loader.reload import (
@@ -24,24 +25,26 @@ class OpenedReload:
     of theirs is there, and quantize it into the memory that they have.
 
     The first such call opens it. Calls in a reload that somebody else has begun are left alone, and
-    so is a model whose parameters trainers' own code keeps fit (VeRL's and NeMo-RL's does).
+    so are those for which a trainer's own code has made parameters fit again: VeRL's and NeMo-RL's
+    keep them in the form and of the class that loading knows, and quantize what they load.
     """
 
-    def __init__(self, model: nn.Module, model_config: ModelConfig) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._model_config = model_config
         self._quantized = quantized_layers(model)
         self.is_open = False
-        if any(_is_unfit(layer.module) for layer in self._quantized.values()):
+        if any(_loadable(layer.module) for layer in self._quantized.values()):
             before_load_weights(model, self._open)
 
     def _open(self) -> None:
+        if not any(_is_unfit(layer.module) for layer in self._quantized.values()):
+            return
         if any(get_layerwise_info(module).can_load() for module in self._model.modules()):
             return
         initialize_layerwise_reload(self._model)
         self.is_open = True
 
-    def close(self) -> None:
+    def close(self, model_config: ModelConfig) -> None:
         """End the reload: before weights are used.
 
         Raises:
@@ -55,10 +58,22 @@ class OpenedReload:
                     f"of {path}, which is quantized as a whole, only some weights have been "
                     "loaded; send all of a layer's weights before the next step"
                 )
-        finalize_layerwise_reload(self._model, self._model_config)
+        finalize_layerwise_reload(self._model, model_config)
 
 
-def _is_unfit(module: Any) -> bool:
-    """Whether vLLM has put a plain parameter in a loadable one's place."""
-    weight = getattr(module, "weight", None)
-    return type(weight) is nn.Parameter
+def _is_unfit(module: nn.Module) -> bool:
+    """Whether a parameter is of another form or class than vLLM has noted for loading."""
+    loadable = _loadable(module)
+    return any(
+        parameter is not None and name in loadable and _form(parameter) != _form(loadable[name])
+        for name, parameter in module._parameters.items()
+    )
+
+
+def _loadable(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters that vLLM noted for loading when it made the module."""
+    return get_layerwise_info(module).restore_metadata[0]
+
+
+def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return type(tensor), tensor.dtype, tensor.shape

@@ -76,7 +76,7 @@ class LayoutWeights:
         if self._packed:
             refuse_load_weights(model, self.refuse_if_packed)
         else:
-            self._reload = OpenedReload(model, self._base.config.model_config)
+            self._reload = OpenedReload(model)
 
     def refuse_if_packed(self, *args: Any, **kwargs: Any) -> None:
         """Raise RuntimeError if new weights could not be given to all layouts."""
@@ -97,7 +97,7 @@ class LayoutWeights:
         """Put what has been loaded in place. In the base layout; before `refresh`."""
         assert self._reload is not None
         with set_current_vllm_config(self._base.config):
-            self._reload.close()
+            self._reload.close(self._base.config.model_config)
 
     def arrange(self, layout: Layout) -> int:
         """Before `layout` runs, or new weights come to the base layout: put its rows in place.

@@ -1,4 +1,5 @@
-"""KV in 8 bits on more engines: ranks, runners, heads that layouts copy, experts, states."""
+"""KV in 8 bits on more engines: ranks, runners, heads that layouts copy, experts, states; with
+weights in 8 bits, too."""
 
 from __future__ import annotations
 
@@ -26,6 +27,8 @@ pytestmark = pytest.mark.engine(
     in_8_bits(switching("qwen3", 2, runner=2), "fp8_e5m2"),
     in_8_bits(switching("llama_few_kv", 4, base_tp=2)),
     in_8_bits(switching("gpt_oss", 2)),
+    # With weights in fp8, whose layers of attention have scales that a checkpoint may bring.
+    in_8_bits(switching("fp8_blocks", 2)),
     # Attention's blocks have more tokens then, and states have the model's type.
     in_8_bits(switching("nemotron_h", 2, cached=False)),
 )

@@ -32,9 +32,15 @@ END_TOKENS = 100
 """Tokens that end a response of `repeating_chat`: many, for it seldom leaves its phrase."""
 
 
-def few_tokens(arch: str, seed: int = 0, repeat: float = 0.0) -> Path:
+BLOCKS: dict[str, Any] = dict(
+    hidden=256, heads=4, kv_heads=4, head_dim=128, intermediate=512, layers=2
+)
+"""Sizes of which each of two ranks has whole blocks of 128 x 128."""
+
+
+def few_tokens(arch: str, seed: int = 0, repeat: float = 0.0, **shape: Any) -> Path:
     """A model with more ids than its tokenizer has, as padded vocabularies have."""
-    shape = _SHAPE | {"arch": arch} | _OF_ARCH.get(arch, {})
+    shape = _SHAPE | {"arch": arch} | _OF_ARCH.get(arch, {}) | shape
     small = kept_model(cache_dir(), "verl-small", shape | {"vocab": KNOWN, "layers": 1})
 
     def with_its_tokenizer(model: Path) -> None:
@@ -43,6 +49,29 @@ def few_tokens(arch: str, seed: int = 0, repeat: float = 0.0) -> Path:
 
     sizes = shape | {"seed": seed, "repeat": repeat}
     return kept_model(cache_dir(), f"verl-few-tokens-{arch}", sizes, with_its_tokenizer)
+
+
+def quantized_in_full(model: Path) -> Path:
+    """What is left of a model of `BLOCKS` when verl has quantized it, in 32 bits."""
+    from safetensors.torch import load_file, save_file
+    from verl.utils.kernel.fp8_kernel import _scaled_fp8_blockwise_pytorch as quantize
+
+    from tests.support.fp8_on_cpu import in_full
+
+    def of_blocks(weight: Any) -> Any:
+        quantized, scale = quantize(weight, [128, 128])
+        return in_full(quantized, scale.squeeze(-1))
+
+    target = model.with_name(f"{model.name}-quantized")
+    if not target.exists():
+        shutil.copytree(model, target)
+        file = target / "model.safetensors"
+        weights = {
+            name: of_blocks(weight) if name.endswith("_proj.weight") else weight
+            for name, weight in load_file(file).items()
+        }
+        save_file(weights, file, metadata={"format": "pt"})
+    return target
 
 
 def repeating_chat(arch: str, repeat: float = 1.35) -> Path:

@@ -62,6 +62,7 @@ def test_configs_that_pass() -> None:
         {VLLM + "speculative_config": '{"method": "ngram_gpu"}'},
         # Heads that are trained, but not used in rollouts.
         {"mtp": {"enable": True, "enable_rollout": False}},
+        {"quantization": "fp8"},
         # Its VLLM_BATCH_INVARIANT=1 pins a layout.
         {"full_determinism": True},
     ):
@@ -93,7 +94,8 @@ def test_configs_that_pass() -> None:
         ({VLLM + "additional_config": "pat"}, "must be a mapping", ""),
         ({"disaggregation__enabled": True}, "rollout.disaggregation.enabled=True", "set False"),
         ({"checkpoint_engine__backend": "delta_sharded"}, "backend=delta_sharded", "naive, nccl"),
-        ({"quantization": "fp8"}, "rollout.quantization=fp8", "set null"),
+        ({"quantization": "torchao"}, "rollout.quantization=torchao", "set fp8 or null"),
+        ({"quantization": "ascend"}, "rollout.quantization=ascend", "set fp8 or null"),
         ({"qat__enable": True}, "rollout.qat.enable=True", "set False"),
         (
             {"mtp": {"enable": True, "enable_rollout": True, "method": "mtp"}},

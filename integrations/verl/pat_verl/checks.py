@@ -189,10 +189,14 @@ def _found(rollout: Any, model: Any) -> list[tuple[str, Any, str]]:
     )
     refuse(
         "quantization",
-        "PAT divides unquantized weights: set null",
-        _get(rollout, "quantization") is not None,
+        "PAT's layouts cannot share weights in its form: set fp8 or null",
+        _get(rollout, "quantization") not in (None, "fp8"),
     )
-    refuse("qat.enable", "set False", bool(_get(rollout, "qat.enable")))
+    refuse(
+        "qat.enable",
+        "PAT's layouts cannot share weights of 4 bits: set False",
+        bool(_get(rollout, "qat.enable")),
+    )
     refuse(
         "mtp.enable_rollout",
         f"PAT's layouts cannot share drafters with weights: set False; without weights is "

@@ -1,7 +1,7 @@
 # What verl needs of the environment to run on CPU; to be sourced. Test support only.
 support=$(dirname "$(dirname "$(realpath "${BASH_SOURCE[0]}")")")
 export PYTHONPATH=$support/verl_on_cpu:$support/plain_weights${PYTHONPATH:+:$PYTHONPATH}
-export VERL_PLATFORM=cpu VERL_USE_EXTERNAL_MODULES=verl_on_cpu
+export VERL_PLATFORM=cpu VERL_USE_EXTERNAL_MODULES=${VERL_USE_EXTERNAL_MODULES:-verl_on_cpu}
 export VERL_ENGINE_DEVICE=cuda  # verl registers its FSDP engine for "cuda" only
 # Or Ray clears what verl puts into CUDA_VISIBLE_DEVICES of an actor without GPUs.
 export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0

@@ -102,7 +102,7 @@ OPTIONS: list[tuple[str, str, Any, str, dict[str, Any]]] = [
     ("llama", "enable_lora", True, "False", {}),
     ("llama", "quantization", "mxfp8", "None, fp8, ", dict(dtype="bfloat16")),
     ("llama", "kv_cache_dtype", "fp8_per_token_head",
-     "auto, float16, bfloat16, float32, fp8, fp8_e4m3, fp8_e5m2: one scale a layer", {}),
+     "auto, float16, bfloat16, float32, fp8, fp8_e4m3, fp8_e5m2)", {}),
     ("llama", "kv_cache_dtype_skip_layers", ["1"], "[], with KV in fp8",
      dict(kv_cache_dtype="fp8")),
     ("llama", "attention_backend", "ROCM_ATTN", "TRITON_ATTN", {}),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.quantization.online import fp8 as online
@@ -20,6 +21,8 @@ from pat_vllm.patches.weights import keep_plain_weights
 from pat_vllm.weights.inplace import InPlaceShards
 from pat_vllm.weights.kv_scales import share_kv_scales
 from pat_vllm.weights.model_weights import quantized_layers
+from pat_vllm.weights.opened_reload import OpenedReload
+from pat_vllm.worker.layout_weights import renew_absorbed
 from tests.support import fp8_on_cpu
 from tests.support.models import random_model
 from tests.vllm.weights.test_weights import build, in_place, load, vllm_config_for
@@ -60,16 +63,6 @@ class Ranks:
         ]
         self.calls += 1
         return torch.stack(every).amax(0)
-
-
-def asked_for_amax(monkeypatch: pytest.MonkeyPatch) -> Ranks:
-    """Ranks that online quantization asks."""
-    ranks = Ranks()
-    monkeypatch.setattr(online, "amax_for_tp_weight_quant", ranks.reduce)
-    monkeypatch.setattr(
-        online, "amax_for_moe_weight_quant", lambda amax, tp: ranks.reduce(amax, tp > 1)
-    )
-    return ranks
 
 
 def ready(config: VllmConfig, model: nn.Module, place: Place) -> nn.Module:
@@ -142,22 +135,35 @@ MODELS = [
 ]
 
 
+def ranks_of(monkeypatch: pytest.MonkeyPatch) -> Ranks:
+    """Those that load from here on."""
+    ranks = Ranks()
+    monkeypatch.setattr(online, "amax_for_tp_weight_quant", ranks.reduce)
+    monkeypatch.setattr(
+        online, "amax_for_moe_weight_quant", lambda amax, tp: ranks.reduce(amax, tp > 1)
+    )
+    return ranks
+
+
+def config_of(name: str, how: str | None) -> VllmConfig:
+    options = {} if how is None else {"quantization": how}
+    return vllm_config_for(random_model(name), tp=1, dtype="bfloat16", **options)
+
+
+def kinds(name: str) -> list[Experts]:
+    """How the experts of a model may lie."""
+    return ["tp", "ep"] if "moe" in name else ["tp"]
+
+
 @pytest.mark.parametrize("base_tp", [1, 2])
 @pytest.mark.parametrize(("name", "how"), MODELS)
 def test_every_layout_has_what_vllm_has_there(
     name: str, how: str | None, base_tp: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layouts = [layout for layout in LAYOUTS if layout.tp >= base_tp]
-    kinds: list[Experts] = ["tp", "ep"] if "moe" in name else ["tp"]
     rng = random.Random(name)
-    for experts in kinds:
+    for experts in kinds(name):
         walk(name, how, layouts, rng.randrange(RANKS), monkeypatch, experts)
-
-
-def config_of(name: str, how: str | None) -> VllmConfig:
-    """Of a test model, with vLLM's `quantization`; None: the checkpoint's."""
-    options = {} if how is None else {"quantization": how}
-    return vllm_config_for(random_model(name), tp=1, dtype="bfloat16", **options)
 
 
 def walk(
@@ -177,7 +183,7 @@ def walk(
     Returns:
         A rank's models.
     """
-    ranks, rng, config = asked_for_amax(monkeypatch), random.Random(name), config_of(name, how)
+    ranks, rng, config = ranks_of(monkeypatch), random.Random(name), config_of(name, how)
     expected = {layout: stock(config, layout, rank, experts, ranks) for layout in layouts}
     strategy, models = engine_of(config, layouts, rank, experts, ranks)
     places = {at: [t.data_ptr() for t in tensors(model).values()] for at, model in models.items()}
@@ -237,3 +243,39 @@ def test_shards_that_end_inside_a_block_are_named_before_weights_are_read() -> N
     strategy = InPlaceShards(LAYOUTS, 3)
     with pytest.raises(ValueError, match=r"qkv_proj, .*320 is not a multiple of 128, for tp=2"):
         strategy.check(build(config, LAYOUTS[0].place_of(3)))
+
+
+@pytest.mark.parametrize("base_tp", [1, 2])
+@pytest.mark.parametrize(("name", "how"), MODELS)
+def test_what_a_trainer_loads_reaches_every_layout(
+    name: str, how: str | None, base_tp: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call for each tensor, as OpenRLHF makes: in 16 bits, or as in the checkpoint."""
+    rng = random.Random(name)
+    layouts = [layout for layout in LAYOUTS if layout.tp >= base_tp]
+    for experts in kinds(name):
+        rank = rng.randrange(RANKS)
+        config, new = (config_of(each, how) for each in (name, f"{name}_updated"))
+        ranks = ranks_of(monkeypatch)
+        stock(config, layouts[0], rank, experts, ranks)
+        strategy, models = engine_of(config, layouts, rank, experts, ranks)
+        base, *others = models.values()
+        reload = OpenedReload(base)
+        strategy.arrange(layouts[-1])
+
+        ranks = ranks_of(monkeypatch)
+        expected = {layout: stock(new, layout, rank, experts, ranks) for layout in layouts}
+        strategy.arrange(layouts[0])
+        ranks.at, ranks.calls = layouts[0].place_of(rank, experts), 0
+        with in_place(ranks.at, config.parallel_config):
+            for weight in load_file(random_model(f"{name}_updated") / "model.safetensors").items():
+                base.load_weights([weight])
+            assert reload.is_open
+            reload.close(config.model_config)
+        strategy.refresh(base, others)
+        for model in models.values():
+            renew_absorbed(model)
+            share_kv_scales(model, base)
+        for layout in [*layouts, *rng.choices(layouts, k=4)]:
+            strategy.arrange(layout)
+            assert_same(models[layout], expected[layout])

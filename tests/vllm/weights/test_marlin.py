@@ -23,10 +23,10 @@ from tests.support.models import random_model
 from tests.vllm.weights.test_fp8 import (
     LAYOUTS,
     RANKS,
-    asked_for_amax,
     assert_same,
     config_of,
     engine_of,
+    ranks_of,
     stock,
     walk,
 )
@@ -86,11 +86,11 @@ def test_an_update_reaches_every_layout(
     name: str, how: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Checkpoints' tensors, which vLLM packs into the tiles that the base layout has."""
-    ranks, rank, new = asked_for_amax(monkeypatch), 2, name.format("_updated")
+    ranks, rank, new = ranks_of(monkeypatch), 2, name.format("_updated")
     config = config_of(name.format(""), how)
     strategy, models = engine_of(config, LAYOUTS, rank, "tp", ranks)
     base, *others = models.values()
-    reload = OpenedReload(base, config.model_config)
+    reload = OpenedReload(base)
     for layout in (LAYOUTS[2], LAYOUTS[0]):
         strategy.arrange(layout)
     with (
@@ -99,11 +99,11 @@ def test_an_update_reaches_every_layout(
     ):
         base.load_weights(load_file(random_model(new) / "model.safetensors").items())
         assert reload.is_open
-        reload.close()
+        reload.close(config.model_config)
     strategy.refresh(base, others)
     for layout in LAYOUTS:
         strategy.arrange(layout)
-        expected = stock(config_of(new, how), layout, rank, "tp", asked_for_amax(monkeypatch))
+        expected = stock(config_of(new, how), layout, rank, "tp", ranks_of(monkeypatch))
         assert_same(models[layout], expected)
     check_tiles(models)
 

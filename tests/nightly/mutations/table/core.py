@@ -87,6 +87,13 @@ MUTATIONS = mutations({
     "tests/unit/kv_transfer/test_rounds.py": [
         ("rounds leave the rest of a move out", "kv_transfer.plan:_part", "(i + 1) * total // parts", "(i + 1) * (total // parts)"),
     ],
+    "tests/vllm/weights/test_kv_scales.py": [
+        ("other scales are not noticed", "worker.layout_weights:LayoutWeights.refresh", "before == self._kv_scales", "before[:0] == self._kv_scales[:0]"),
+    ],
+    "tests/engine/test_fp8_kv.py::test_new_scales_drop_all_kv": [
+        ("KV by other scales stays", "scheduler.replica_set:ReplicaSet.schedule", "self.reset_prefix_cache(reset_running_requests=True)", "pass"),
+        ("scales on the host are not shared", "weights.kv_scales:share_kv_scales", "setattr(layer, scale, getattr(of_base[name], scale))", "pass"),
+    ],
     "tests/vllm/weights/test_weights.py": [
         ("fused matrices begin at the same row", "weights.shards:EvenPartition.shard", "start + tp_rank * rows", "tp_rank * rows"),
         ("replicated KV heads are those of the rank", "weights.shards:QKVPartition.shard", "tp_rank // copies * kv_heads", "tp_rank * kv_heads % self.total_kv_heads"),

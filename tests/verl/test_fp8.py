@@ -1,0 +1,141 @@
+"""verl's `rollout.quantization=fp8`: weights that its workers quantize when they come.
+
+verl gives vLLM the config of a checkpoint with scales for blocks, patches how vLLM processes such
+weights, and loads what it has quantized.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("verl")
+
+from safetensors.torch import load_file
+from torch import nn
+from verl.utils.kernel import fp8_kernel
+from verl.utils.vllm import vllm_quant_utils as quantizing
+from vllm.config import VllmConfig, set_current_vllm_config
+
+from pat_vllm.layout import Experts, Layout
+from pat_vllm.weights.opened_reload import OpenedReload
+from pat_vllm.worker.layout_weights import renew_absorbed
+from tests.support import fp8_on_cpu
+from tests.support.models import random_model
+from tests.verl.models import BLOCKS, few_tokens, quantized_in_full
+from tests.verl.reference import CLOSE, Reference
+from tests.verl.servers import server
+from tests.verl.test_classes import IN_PLACE
+from tests.verl.test_server import PROMPTS, in_layout, regrouped
+from tests.vllm.weights.test_fp8 import LAYOUTS, RANKS, Ranks, assert_same, engine_of, stock
+from tests.vllm.weights.test_weights import in_place, vllm_config_for
+
+
+@pytest.fixture
+def verls_patches(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What verl does in a worker's process. Its kernel in Triton has torch in its place."""
+    fp8_on_cpu.apply(monkeypatch)
+    monkeypatch.setattr(fp8_kernel, "_DISABLE_TRITON_FP8", True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    quantizing.apply_vllm_quant_patches()
+    with set_current_vllm_config(VllmConfig()):
+        yield
+    while quantizing.fp8_state.vllm_patches:
+        quantizing.fp8_state.vllm_patches.pop().stop()
+
+
+def config_of(model: Path) -> VllmConfig:
+    """What verl's server starts vLLM with, for a model in 16 bits."""
+    layers = json.loads((model / "config.json").read_text())["num_hidden_layers"]
+    by_blocks = {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+        "ignored_layers": [f"model.layers.{layer}.mlp.gate" for layer in range(layers)],
+    }
+    return vllm_config_for(
+        model,
+        tp=1,
+        dtype="bfloat16",
+        load_format="dummy",
+        quantization="fp8",
+        hf_overrides={"quantization_config": by_blocks},
+    )
+
+
+def push(model: nn.Module, config: VllmConfig, name: str) -> None:
+    """As `update_weights_from_ipc` does with what comes, in two buckets."""
+    runner = SimpleNamespace(model=model, vllm_config=config)
+    weights = [*load_file(random_model(name) / "model.safetensors").items()]
+    state = quantizing.prepare_quanted_weights_for_loading(model)
+    for bucket in (weights[: len(weights) // 2], weights[len(weights) // 2 :]):
+        quantizing.load_quanted_weights(bucket, runner)
+    quantizing.process_quanted_weights_after_loading(model, state)
+
+
+@pytest.mark.usefixtures("verls_patches")
+@pytest.mark.parametrize("base_tp", [1, 2])
+@pytest.mark.parametrize("name", ["fp8", "fp8_moe", "fp8_latent"])
+def test_pushed_weights_reach_every_layout(name: str, base_tp: int) -> None:
+    """Each has what stock vLLM has at its tp after the same pushes, bit for bit."""
+    layouts = [layout for layout in LAYOUTS if layout.tp >= base_tp]
+    kinds: list[Experts] = ["tp", "ep"] if name == "fp8_moe" else ["tp"]
+    rng, ranks = random.Random(name), Ranks()
+    config = config_of(random_model(name))
+    for experts in kinds:
+        rank = rng.randrange(RANKS)
+        static = {layout: stock(config, layout, rank, experts, ranks) for layout in layouts}
+        strategy, models = engine_of(config, layouts, rank, experts, ranks)
+        base, *others = models.values()
+        reload = OpenedReload(base, config.model_config)
+
+        def in_layout(layout: Layout, rank: int = rank, experts: Experts = experts):
+            return in_place(layout.place_of(rank, experts), config.parallel_config)
+
+        for pushed in (f"{name}_updated", name):
+            for layout, model in static.items():
+                with in_layout(layout):
+                    push(model, config, pushed)
+                renew_absorbed(model)  # verl leaves what vLLM has made of the old weights
+            strategy.arrange(layouts[0])
+            with in_layout(layouts[0]):
+                push(base, config, pushed)
+            assert not reload.is_open, "verl has made the parameters fit"
+            strategy.refresh(base, others)
+            for model in models.values():
+                renew_absorbed(model)
+            for layout in [*layouts, *rng.choices(layouts, k=4)]:
+                strategy.arrange(layout)
+                assert_same(models[layout], static[layout])
+
+
+def test_a_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a switch in it, after pushes in either layout; in sleep, all weights are lost.
+
+    It is compared with transformers, which has the quantized weights in 32 bits, as the kernel in
+    the place of GPUs' does.
+    """
+    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "verl_on_cpu,verl_fp8_on_cpu")
+    models = [few_tokens("qwen3", seed, **BLOCKS) for seed in range(2)]
+    with server(models[0], *IN_PLACE, quantization="fp8", load_format="dummy") as pat:
+        for step, tp in enumerate((1, 2)):
+            assert pat.call("pat_switch", tp)
+            if step:
+                pat.do(pat.replica.release_kv_cache())
+            pat.do(pat.push(models[step], step))
+            if step:
+                pat.do(pat.replica.resume_kv_cache())
+            expected = Reference(quantized_in_full(models[step]))
+            for layout in (1, 2):
+                responses = in_layout(pat, layout)
+                expected.check(responses, PROMPTS)
+            expected.check(regrouped(pat), PROMPTS)
+            in_full = Reference(models[step]).errors(PROMPTS[0], responses[0])
+            assert max(in_full) > 100 * CLOSE, "they are quantized"
