@@ -254,28 +254,41 @@ def test_what_a_trainer_loads_reaches_every_layout(
     rng = random.Random(name)
     layouts = [layout for layout in LAYOUTS if layout.tp >= base_tp]
     for experts in kinds(name):
-        rank = rng.randrange(RANKS)
-        config, new = (config_of(each, how) for each in (name, f"{name}_updated"))
-        ranks = ranks_of(monkeypatch)
-        stock(config, layouts[0], rank, experts, ranks)
-        strategy, models = engine_of(config, layouts, rank, experts, ranks)
-        base, *others = models.values()
-        reload = OpenedReload(base)
-        strategy.arrange(layouts[-1])
+        update(name, how, layouts, rng.randrange(RANKS), monkeypatch, experts)
 
-        ranks = ranks_of(monkeypatch)
-        expected = {layout: stock(new, layout, rank, experts, ranks) for layout in layouts}
-        strategy.arrange(layouts[0])
-        ranks.at, ranks.calls = layouts[0].place_of(rank, experts), 0
-        with in_place(ranks.at, config.parallel_config):
-            for weight in load_file(random_model(f"{name}_updated") / "model.safetensors").items():
-                base.load_weights([weight])
-            assert reload.is_open
-            reload.close(config.model_config)
-        strategy.refresh(base, others)
-        for model in models.values():
-            renew_absorbed(model)
-            share_kv_scales(model, base)
-        for layout in [*layouts, *rng.choices(layouts, k=4)]:
-            strategy.arrange(layout)
-            assert_same(models[layout], expected[layout])
+
+def update(
+    name: str,
+    how: str | None,
+    layouts: Sequence[Layout],
+    rank: int,
+    monkeypatch: pytest.MonkeyPatch,
+    experts: Experts = "tp",
+) -> dict[Layout, nn.Module]:
+    """Load a model's update, and compare each layout with what vLLM makes of that; as `walk`."""
+    rng = random.Random(name)
+    config, new = (config_of(each, how) for each in (name, f"{name}_updated"))
+    ranks = ranks_of(monkeypatch)
+    stock(config, layouts[0], rank, experts, ranks)
+    strategy, models = engine_of(config, layouts, rank, experts, ranks)
+    base, *others = models.values()
+    reload = OpenedReload(base)
+    strategy.arrange(layouts[-1])
+
+    ranks = ranks_of(monkeypatch)
+    expected = {layout: stock(new, layout, rank, experts, ranks) for layout in layouts}
+    strategy.arrange(layouts[0])
+    ranks.at, ranks.calls = layouts[0].place_of(rank, experts), 0
+    with in_place(ranks.at, config.parallel_config):
+        for weight in load_file(random_model(f"{name}_updated") / "model.safetensors").items():
+            base.load_weights([weight])
+        assert reload.is_open
+        reload.close(config.model_config)
+    strategy.refresh(base, others)
+    for model in models.values():
+        renew_absorbed(model)
+        share_kv_scales(model, base)
+    for layout in [*layouts, *rng.choices(layouts, k=4)]:
+        strategy.arrange(layout)
+        assert_same(models[layout], expected[layout])
+    return models
