@@ -218,7 +218,8 @@ class Fp8Experts(QuantizedLayer):
         if module.moe_config.has_bias or not module.moe_config.is_act_and_mul:
             reasons.append("have biases or no gate: use another model")
         if (backend := method.fp8_backend.value) != "TRITON":
-            reasons.insert(0, f"are laid out for {backend}: set moe_backend='triton'")
+            where = " on a GPU that has fp8" if backend == "MARLIN" else ""
+            reasons.insert(0, f"are laid out for {backend}: set moe_backend='triton'{where}")
         for reason in reasons:
             raise ValueError(
                 f"{path} ({name}): PAT cannot derive experts for other layouts that {reason}, "

@@ -65,16 +65,6 @@ class Ranks:
         return torch.stack(every).amax(0)
 
 
-def ranks_of(monkeypatch: pytest.MonkeyPatch) -> Ranks:
-    """Ranks that online quantization asks."""
-    ranks = Ranks()
-    monkeypatch.setattr(online, "amax_for_tp_weight_quant", ranks.reduce)
-    monkeypatch.setattr(
-        online, "amax_for_moe_weight_quant", lambda amax, tp: ranks.reduce(amax, tp > 1)
-    )
-    return ranks
-
-
 def ready(config: VllmConfig, model: nn.Module, place: Place) -> nn.Module:
     """The model as a runner has it."""
     with in_place(place, config.parallel_config):
@@ -145,6 +135,16 @@ MODELS = [
 ]
 
 
+def ranks_of(monkeypatch: pytest.MonkeyPatch) -> Ranks:
+    """Those that load from here on."""
+    ranks = Ranks()
+    monkeypatch.setattr(online, "amax_for_tp_weight_quant", ranks.reduce)
+    monkeypatch.setattr(
+        online, "amax_for_moe_weight_quant", lambda amax, tp: ranks.reduce(amax, tp > 1)
+    )
+    return ranks
+
+
 def config_of(name: str, how: str | None) -> VllmConfig:
     options = {} if how is None else {"quantization": how}
     return vllm_config_for(random_model(name), tp=1, dtype="bfloat16", **options)
@@ -160,8 +160,8 @@ def kinds(name: str) -> list[Experts]:
 def test_every_layout_has_what_vllm_has_there(
     name: str, how: str | None, base_tp: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rng = random.Random(name)
     layouts = [layout for layout in LAYOUTS if layout.tp >= base_tp]
+    rng = random.Random(name)
     for experts in kinds(name):
         walk(name, how, layouts, rng.randrange(RANKS), monkeypatch, experts)
 
@@ -254,28 +254,41 @@ def test_what_a_trainer_loads_reaches_every_layout(
     rng = random.Random(name)
     layouts = [layout for layout in LAYOUTS if layout.tp >= base_tp]
     for experts in kinds(name):
-        rank = rng.randrange(RANKS)
-        config, new = (config_of(each, how) for each in (name, f"{name}_updated"))
-        ranks = ranks_of(monkeypatch)
-        stock(config, layouts[0], rank, experts, ranks)
-        strategy, models = engine_of(config, layouts, rank, experts, ranks)
-        base, *others = models.values()
-        reload = OpenedReload(base)
-        strategy.arrange(layouts[-1])
+        update(name, how, layouts, rng.randrange(RANKS), monkeypatch, experts)
 
-        ranks = ranks_of(monkeypatch)
-        expected = {layout: stock(new, layout, rank, experts, ranks) for layout in layouts}
-        strategy.arrange(layouts[0])
-        ranks.at, ranks.calls = layouts[0].place_of(rank, experts), 0
-        with in_place(ranks.at, config.parallel_config):
-            for weight in load_file(random_model(f"{name}_updated") / "model.safetensors").items():
-                base.load_weights([weight])
-            assert reload.is_open
-            reload.close(config.model_config)
-        strategy.refresh(base, others)
-        for model in models.values():
-            renew_absorbed(model)
-            share_kv_scales(model, base)
-        for layout in [*layouts, *rng.choices(layouts, k=4)]:
-            strategy.arrange(layout)
-            assert_same(models[layout], expected[layout])
+
+def update(
+    name: str,
+    how: str | None,
+    layouts: Sequence[Layout],
+    rank: int,
+    monkeypatch: pytest.MonkeyPatch,
+    experts: Experts = "tp",
+) -> dict[Layout, nn.Module]:
+    """Load a model's update, and compare each layout with what vLLM makes of that; as `walk`."""
+    rng = random.Random(name)
+    config, new = (config_of(each, how) for each in (name, f"{name}_updated"))
+    ranks = ranks_of(monkeypatch)
+    stock(config, layouts[0], rank, experts, ranks)
+    strategy, models = engine_of(config, layouts, rank, experts, ranks)
+    base, *others = models.values()
+    reload = OpenedReload(base)
+    strategy.arrange(layouts[-1])
+
+    ranks = ranks_of(monkeypatch)
+    expected = {layout: stock(new, layout, rank, experts, ranks) for layout in layouts}
+    strategy.arrange(layouts[0])
+    ranks.at, ranks.calls = layouts[0].place_of(rank, experts), 0
+    with in_place(ranks.at, config.parallel_config):
+        for weight in load_file(random_model(f"{name}_updated") / "model.safetensors").items():
+            base.load_weights([weight])
+        assert reload.is_open
+        reload.close(config.model_config)
+    strategy.refresh(base, others)
+    for model in models.values():
+        renew_absorbed(model)
+        share_kv_scales(model, base)
+    for layout in [*layouts, *rng.choices(layouts, k=4)]:
+        strategy.arrange(layout)
+        assert_same(models[layout], expected[layout])
+    return models

@@ -9,28 +9,16 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config import VllmConfig
 
 from pat_vllm.layout import Layout
 from pat_vllm.weights.inplace import InPlaceShards
 from pat_vllm.weights.marlin import MarlinFp8Linear
 from pat_vllm.weights.model_weights import quantized_layers
-from pat_vllm.weights.opened_reload import OpenedReload
 from tests.support import marlin_on_cpu
-from tests.support.models import random_model
-from tests.vllm.weights.test_fp8 import (
-    LAYOUTS,
-    RANKS,
-    assert_same,
-    config_of,
-    engine_of,
-    ranks_of,
-    stock,
-    walk,
-)
-from tests.vllm.weights.test_weights import build, in_place
+from tests.vllm.weights.test_fp8 import LAYOUTS, RANKS, config_of, update, walk
+from tests.vllm.weights.test_weights import build
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -78,34 +66,16 @@ def test_every_rank_has(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     check_tiles(walk("fp8_tiles_blocks", None, LAYOUTS, rank, monkeypatch))
 
 
+@pytest.mark.parametrize("base_tp", [1, 2])
 @pytest.mark.parametrize(
-    ("name", "how"),
-    [("fp8_tiles{}", "fp8_per_tensor"), ("fp8_tiles_channels{}", None)],
+    ("name", "how"), [("fp8_tiles", "fp8_per_tensor"), ("fp8_tiles_channels", None)]
 )
 def test_an_update_reaches_every_layout(
-    name: str, how: str | None, monkeypatch: pytest.MonkeyPatch
+    name: str, how: str | None, base_tp: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Checkpoints' tensors, which vLLM packs into the tiles that the base layout has."""
-    ranks, rank, new = ranks_of(monkeypatch), 2, name.format("_updated")
-    config = config_of(name.format(""), how)
-    strategy, models = engine_of(config, LAYOUTS, rank, "tp", ranks)
-    base, *others = models.values()
-    reload = OpenedReload(base)
-    for layout in (LAYOUTS[2], LAYOUTS[0]):
-        strategy.arrange(layout)
-    with (
-        set_current_vllm_config(config),
-        in_place(LAYOUTS[0].place_of(rank), config.parallel_config),
-    ):
-        base.load_weights(load_file(random_model(new) / "model.safetensors").items())
-        assert reload.is_open
-        reload.close(config.model_config)
-    strategy.refresh(base, others)
-    for layout in LAYOUTS:
-        strategy.arrange(layout)
-        expected = stock(config_of(new, how), layout, rank, "tp", ranks_of(monkeypatch))
-        assert_same(models[layout], expected)
-    check_tiles(models)
+    layouts = [layout for layout in LAYOUTS if layout.tp >= base_tp]
+    check_tiles(update(name, how, layouts, 2, monkeypatch))
 
 
 @pytest.mark.parametrize(

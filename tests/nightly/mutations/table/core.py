@@ -121,7 +121,13 @@ MUTATIONS = mutations({
         ("the arranged layout is not noted", "weights.inplace:InPlaceShards.arrange", "self._arranged = layout", "pass"),
         ("packed weights are not noticed", "weights.inplace:InPlaceShards.release", "weight.current.data_ptr() != view.data_ptr()", "False"),
     ],
+    "tests/vllm/weights/test_marlin.py": [
+        ("columns of tiles come together from anywhere", "weights.inplace:InPlaceShards._blocks_of", 'weight.share == "block" and cut.dim > 0', "False"),
+        ("other orders of scales are not noticed", "weights.marlin:MarlinFp8Linear._why_not_shared", "(columns > self.unit) != (all_columns > self.unit)", "False"),
+        ("latent attention is made of other heads", "weights.model_weights:model_weights", "refuse_absorbed(path, module)", "pass"),
+    ],
     "tests/vllm/kernels/test_kernels.py": [
+        ("what lay in a block of columns stays there", "kernels.column_blocks:ColumnBlock.gather", "place.copy_(displaced)", "pass"),
         ("ranges that overlap are accepted", "kernels.swap:_check_disjoint", "(starts[order][1:] < ends[order][:-1]).any()", "False"),
         ("one side is overwritten", "kernels.swap:_CopyRound.__call__", "y.copy_(kept)", "y.copy_(x)"),
         ("bytes of one side count", "kernels.swap:prepare", "sum(2 * a.nbytes", "sum(a.nbytes"),
