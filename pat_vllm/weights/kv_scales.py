@@ -10,7 +10,7 @@ done.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -76,19 +76,16 @@ def kv_scales(model: nn.Module) -> list[float]:
 
     What is in a KV cache means something else where they change.
     """
-    layers = [
-        layer
-        for _, layer in _attention_layers(model)
-        if is_quantized_kv_cache(layer.kv_cache_dtype)  # type: ignore[arg-type]
-    ]
+    every = (layer for _, layer in _attention_layers(model))
+    layers = [layer for layer in every if is_quantized_kv_cache(layer.kv_cache_dtype)]
     if not layers:
         return []
     on_device = [scale.reshape(()) for each in layers for scale in (each._k_scale, each._v_scale)]
     on_host = [scale for each in layers for scale in (each._k_scale_float, each._v_scale_float)]
-    return torch.stack(on_device).tolist() + on_host  # type: ignore[arg-type, no-any-return]
+    return [*torch.stack(on_device).tolist(), *on_host]
 
 
-def _attention_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _attention_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, module in model.named_modules():
-        if KV_SCALES[0] in module._buffers:
+        if hasattr(module, KV_SCALES[0]):
             yield name, module
