@@ -81,8 +81,7 @@ def push(model: nn.Module, config: VllmConfig, name: str) -> None:
 
 
 @pytest.mark.usefixtures("verls_patches")
-@pytest.mark.parametrize("base_tp", [1, 2])
-@pytest.mark.parametrize("name", ["fp8", "fp8_moe", "fp8_latent"])
+@pytest.mark.parametrize(("name", "base_tp"), [("fp8", 1), ("fp8_biased", 2), ("fp8_moe", 1), ("fp8_latent", 2)])
 def test_pushed_weights_reach_every_layout(name: str, base_tp: int) -> None:
     """Each has what stock vLLM has at its tp after the same pushes, bit for bit."""
     layouts = [layout for layout in LAYOUTS if layout.tp >= base_tp]
@@ -94,7 +93,7 @@ def test_pushed_weights_reach_every_layout(name: str, base_tp: int) -> None:
         static = {layout: stock(config, layout, rank, experts, ranks) for layout in layouts}
         strategy, models = engine_of(config, layouts, rank, experts, ranks)
         base, *others = models.values()
-        reload = OpenedReload(base, config.model_config)
+        reload = OpenedReload(base, config)
 
         def in_layout(layout: Layout, rank: int = rank, experts: Experts = experts):
             return in_place(layout.place_of(rank, experts), config.parallel_config)

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.quantization.online import fp8 as online
+from vllm.model_executor.model_loader import utils as loading
 from vllm.model_executor.model_loader.base_loader import _has_online_quant
 from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_processing
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
@@ -25,6 +26,7 @@ from tests.support.models import random_model
 from tests.vllm.weights.test_weights import build, in_place, load, vllm_config_for
 
 RANKS = 4
+CPU = torch.device("cpu")
 LAYOUTS = [Layout.of(tp, RANKS) for tp in (1, 2, 4)]
 
 
@@ -123,6 +125,7 @@ def engine_of(
 
 MODELS = [
     *(("fp8", how) for how in ("fp8_per_channel", "fp8_per_tensor", "fp8_per_block")),
+    ("fp8_biased", "fp8_per_channel"),
     *((f"fp8_{how}", None) for how in ("blocks", "channels", "tensors", "modelopt")),
     *(("fp8_moe", how) for how in ("fp8_per_channel", "fp8_per_tensor")),
     *((f"fp8_moe_{how}", None) for how in ("blocks",)),
@@ -173,12 +176,15 @@ def test_every_layout_has_what_vllm_has_there(
             assert now == places[at], "compiled code would miss them"
 
 
-@pytest.mark.parametrize("base_tp", [1, 2])
+@pytest.mark.parametrize(("base_tp", "processed"), [(1, False), (2, True)])
 @pytest.mark.parametrize(("name", "how"), MODELS)
 def test_what_a_trainer_loads_reaches_every_layout(
-    name: str, how: str | None, base_tp: int, monkeypatch: pytest.MonkeyPatch
+    name: str, how: str | None, base_tp: int, processed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A call for each tensor, as OpenRLHF makes: in 16 bits, or as in the checkpoint."""
+    """A call for each tensor, as OpenRLHF makes: in 16 bits, or as in the checkpoint.
+
+    Some trainers then have vLLM process the model, as it does after it has loaded one.
+    """
     rng = random.Random(name)
     layouts = [layout for layout in LAYOUTS if layout.tp >= base_tp]
     for experts in kinds(name):
@@ -188,18 +194,22 @@ def test_what_a_trainer_loads_reaches_every_layout(
         stock(config, layouts[0], rank, experts, ranks)
         strategy, models = engine_of(config, layouts, rank, experts, ranks)
         base, *others = models.values()
-        reload = OpenedReload(base, config.model_config)
-        strategy.arrange(layouts[-1])
+        reload = OpenedReload(base, config)
 
         ranks = ranks_of(monkeypatch)
         expected = {layout: stock(new, layout, rank, experts, ranks) for layout in layouts}
+        strategy.arrange(layouts[-1])
         strategy.arrange(layouts[0])
         ranks.at, ranks.calls = layouts[0].place_of(rank, experts), 0
         with in_place(ranks.at, config.parallel_config):
             for weight in load_file(random_model(f"{name}_updated") / "model.safetensors").items():
                 base.load_weights([weight])
             assert reload.is_open
-            reload.close()
+            if processed:
+                loading.process_weights_after_loading(base, config.model_config, CPU)
+            else:
+                reload.close()
+            assert not reload.is_open
         strategy.refresh(base, others)
         for model in models.values():
             renew_absorbed(model)
