@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -81,7 +82,9 @@ def push(model: nn.Module, config: VllmConfig, name: str) -> None:
 
 
 @pytest.mark.usefixtures("verls_patches")
-@pytest.mark.parametrize(("name", "base_tp"), [("fp8", 1), ("fp8_biased", 2), ("fp8_moe", 1), ("fp8_latent", 2)])
+@pytest.mark.parametrize(
+    ("name", "base_tp"), [("fp8", 1), ("fp8_biased", 2), ("fp8_moe", 1), ("fp8_latent", 2)]
+)
 def test_pushed_weights_reach_every_layout(name: str, base_tp: int) -> None:
     """Each has what stock vLLM has at its tp after the same pushes, bit for bit."""
     layouts = [layout for layout in LAYOUTS if layout.tp >= base_tp]
@@ -95,16 +98,18 @@ def test_pushed_weights_reach_every_layout(name: str, base_tp: int) -> None:
         base, *others = models.values()
         reload = OpenedReload(base, config)
 
-        def in_layout(layout: Layout, rank: int = rank, experts: Experts = experts):
+        def at(
+            layout: Layout, rank: int = rank, experts: Experts = experts
+        ) -> AbstractContextManager[None]:
             return in_place(layout.place_of(rank, experts), config.parallel_config)
 
         for pushed in (f"{name}_updated", name):
             for layout, model in static.items():
-                with in_layout(layout):
+                with at(layout):
                     push(model, config, pushed)
                 renew_absorbed(model)  # verl leaves what vLLM has made of the old weights
             strategy.arrange(layouts[0])
-            with in_layout(layouts[0]):
+            with at(layouts[0]):
                 push(base, config, pushed)
             assert not reload.is_open, "verl has made the parameters fit"
             strategy.refresh(base, others)

@@ -12,7 +12,7 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).parents[3]))
 os.environ["VERL_DISABLE_TRITON_FP8"] = "1"  # it has the same in torch
-from tests.support.on_import import patch_on_import  # noqa: E402
+from tests.support.on_import import patch_on_import
 
 
 def _apply(module: Any) -> None:
