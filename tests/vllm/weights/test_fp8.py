@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
@@ -216,3 +216,43 @@ def test_what_a_trainer_loads_reaches_every_layout(
         for layout in [*layouts, *rng.choices(layouts, k=4)]:
             strategy.arrange(layout)
             assert_same(models[layout], expected[layout])
+
+
+Push = Callable[[nn.Module, VllmConfig, str], None]
+
+
+def check_pushes(
+    name: str, config: VllmConfig, base_tp: int, push: Push, static_push: Push | None = None
+) -> None:
+    """What a trainer pushes reaches every layout: each has what vLLM has at its tp afterwards.
+
+    Args:
+        push: as the trainer's code does, which makes parameters fit where `static_push` is None.
+        static_push: the same for vLLM's models.
+    """
+    layouts = [layout for layout in LAYOUTS if layout.tp >= base_tp]
+    rng, ranks = random.Random(name), Ranks()
+    for experts in kinds(name):
+        rank = rng.randrange(RANKS)
+        static = {layout: stock(config, layout, rank, experts, ranks) for layout in layouts}
+        strategy, models = engine_of(config, layouts, rank, experts, ranks)
+        base, *others = models.values()
+        reload = OpenedReload(base, config)
+        for pushed in (f"{name}_updated", name):
+            for layout, model in static.items():
+                with in_place(layout.place_of(rank, experts), config.parallel_config):
+                    (static_push or push)(model, config, pushed)
+                renew_absorbed(model)  # VeRL leaves what vLLM has made of the old weights
+            strategy.arrange(layouts[0])
+            with in_place(layouts[0].place_of(rank, experts), config.parallel_config):
+                push(base, config, pushed)
+            if static_push is None:
+                assert not reload.is_open
+            else:
+                reload.close()
+            strategy.refresh(base, others)
+            for model in models.values():
+                renew_absorbed(model)
+            for layout in [*layouts, *rng.choices(layouts, k=4)]:
+                strategy.arrange(layout)
+                assert_same(models[layout], static[layout])
