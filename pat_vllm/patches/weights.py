@@ -117,6 +117,33 @@ def before_load_weights(model: nn.Module, call: Callable[[], None]) -> None:
     replace(model, "load_weights", load)
 
 
+def process_loaded_weights_by(model: nn.Module, process: Callable[[], bool]) -> None:
+    """Have a trainer's call of vLLM's `process_weights_after_loading` ask `process` first.
+
+    Without it: vLLM processes layers that a reload has processed, or whose weights it still keeps.
+    VeRL and NeMo-RL call the function after they have loaded weights. Missing seam: as above.
+
+    Args:
+        process: returns whether nothing is left to be processed.
+    """
+    from vllm.model_executor.model_loader import utils
+
+    def ask(original: Callable[..., None]) -> Callable[..., None]:
+        def process_weights_after_loading(model: nn.Module, *args: Any, **kwargs: Any) -> None:
+            ask = getattr(model, _PROCESS, None)
+            if ask is None or not ask():
+                original(model, *args, **kwargs)
+
+        return process_weights_after_loading
+
+    replace(utils, "process_weights_after_loading", ask)
+    setattr(model, _PROCESS, process)
+
+
+_PROCESS = "_pat_process"
+"""Attribute of a model: what processes its weights."""
+
+
 def refuse_load_weights(model: nn.Module, refuse: Callable[..., Any]) -> None:
     """Have `model.load_weights` call `refuse`, which raises.
 

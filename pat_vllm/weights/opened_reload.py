@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from vllm.config import ModelConfig
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from pat_vllm.patches.weights import before_load_weights
+from pat_vllm.patches.weights import before_load_weights, process_loaded_weights_by
 from pat_vllm.weights.model_weights import quantized_layers
 
 
@@ -29,22 +29,31 @@ class OpenedReload:
     keep them in the form and of the class that loading knows, and quantize what they load.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, config: VllmConfig) -> None:
         self._model = model
+        self._config = config
         self._quantized = quantized_layers(model)
         self.is_open = False
-        if any(_loadable(layer.module) for layer in self._quantized.values()):
+        if self._quantized:
             before_load_weights(model, self._open)
+            process_loaded_weights_by(model, self._close_in_time)
 
     def _open(self) -> None:
-        if not any(_is_unfit(layer.module) for layer in self._quantized.values()):
+        if get_layerwise_info(self._model).can_load():  # a reload has begun
             return
-        if any(get_layerwise_info(module).can_load() for module in self._model.modules()):
+        if not any(_is_unfit(layer.module) for layer in self._quantized.values()):
             return
         initialize_layerwise_reload(self._model)
         self.is_open = True
 
-    def close(self, model_config: ModelConfig) -> None:
+    def _close_in_time(self) -> bool:
+        """Where a trainer has vLLM process what it has loaded. Returns whether it is processed."""
+        was_open = self.is_open
+        if was_open:
+            self.close()
+        return was_open
+
+    def close(self) -> None:
         """End the reload: before weights are used.
 
         Raises:
@@ -58,21 +67,17 @@ class OpenedReload:
                     f"of {path}, which is quantized as a whole, only some weights have been "
                     "loaded; send all of a layer's weights before the next step"
                 )
-        finalize_layerwise_reload(self._model, model_config)
+        with set_current_vllm_config(self._config):
+            finalize_layerwise_reload(self._model, self._config.model_config)
 
 
 def _is_unfit(module: nn.Module) -> bool:
     """Whether a parameter is of another form or class than vLLM has noted for loading."""
-    loadable = _loadable(module)
+    loadable, _ = get_layerwise_info(module).restore_metadata
     return any(
         parameter is not None and name in loadable and _form(parameter) != _form(loadable[name])
         for name, parameter in module._parameters.items()
     )
-
-
-def _loadable(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The parameters that vLLM noted for loading when it made the module."""
-    return get_layerwise_info(module).restore_metadata[0]
 
 
 def _form(tensor: torch.Tensor) -> tuple[Any, ...]:

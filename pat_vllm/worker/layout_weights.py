@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
-from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.attention import MLAAttention
 
 from pat_vllm.executor.messages import Refreshed
@@ -76,7 +75,7 @@ class LayoutWeights:
         if self._packed:
             refuse_load_weights(model, self.refuse_if_packed)
         else:
-            self._reload = OpenedReload(model)
+            self._reload = OpenedReload(model, self._base.config)
 
     def refuse_if_packed(self, *args: Any, **kwargs: Any) -> None:
         """Raise RuntimeError if new weights could not be given to all layouts."""
@@ -96,8 +95,7 @@ class LayoutWeights:
     def finish_update(self) -> None:
         """Put what has been loaded in place. In the base layout; before `refresh`."""
         assert self._reload is not None
-        with set_current_vllm_config(self._base.config):
-            self._reload.close(self._base.config.model_config)
+        self._reload.close()
 
     def arrange(self, layout: Layout) -> int:
         """Before `layout` runs, or new weights come to the base layout: put its rows in place.

@@ -158,9 +158,13 @@ SPECS: dict[str, dict[str, Any]] = {
     "latent": dict(_ALL_OF_16, arch="deepseek_v3", kv_heads=8, layers=2, head_dim=128, gain=2.0),
     "window": dict(arch="gemma3_text", heads=8, kv_heads=4, tie=True, window=40),
     "sinks": dict(GPT_OSS, experts_per_token=8, gain=2.0),
-    # To be quantized to fp8 (see `FP8`), by vLLM or in the checkpoint; with few KV heads at tp=4.
+    # To be quantized to fp8 (see `FP8`), by vLLM or in the checkpoint: few KV heads at tp=4, ...
     "fp8": dict(_FP8, arch="qwen3", kv_heads=2),
     "fp8_updated": dict(_FP8, arch="qwen3", kv_heads=2, seed=1),
+    # ... biases, ...
+    "fp8_biased": dict(_FP8, arch="qwen2", hidden=512),
+    "fp8_biased_updated": dict(_FP8, arch="qwen2", hidden=512, seed=1),
+    # ... experts, latent attention.
     "fp8_moe": _FP8_EXPERTS,
     "fp8_moe_updated": dict(_FP8_EXPERTS, seed=1),
     "fp8_latent": _FP8_LATENT,

@@ -7,7 +7,6 @@ weights, and loads what it has quantized.
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,9 +22,6 @@ from verl.utils.kernel import fp8_kernel
 from verl.utils.vllm import vllm_quant_utils as quantizing
 from vllm.config import VllmConfig, set_current_vllm_config
 
-from pat_vllm.layout import Experts, Layout
-from pat_vllm.weights.opened_reload import OpenedReload
-from pat_vllm.worker.layout_weights import renew_absorbed
 from tests.support import fp8_on_cpu
 from tests.support.models import random_model
 from tests.verl.models import BLOCKS, few_tokens, quantized_in_full
@@ -33,8 +29,8 @@ from tests.verl.reference import CLOSE, Reference
 from tests.verl.servers import server
 from tests.verl.test_classes import IN_PLACE
 from tests.verl.test_server import PROMPTS, in_layout, regrouped
-from tests.vllm.weights.test_fp8 import LAYOUTS, RANKS, Ranks, assert_same, engine_of, stock
-from tests.vllm.weights.test_weights import in_place, vllm_config_for
+from tests.vllm.weights.test_fp8 import check_pushes
+from tests.vllm.weights.test_weights import vllm_config_for
 
 
 @pytest.fixture
@@ -81,39 +77,11 @@ def push(model: nn.Module, config: VllmConfig, name: str) -> None:
 
 
 @pytest.mark.usefixtures("verls_patches")
-@pytest.mark.parametrize("base_tp", [1, 2])
-@pytest.mark.parametrize("name", ["fp8", "fp8_moe", "fp8_latent"])
+@pytest.mark.parametrize(
+    ("name", "base_tp"), [("fp8", 1), ("fp8_biased", 2), ("fp8_moe", 1), ("fp8_latent", 2)]
+)
 def test_pushed_weights_reach_every_layout(name: str, base_tp: int) -> None:
-    """Each has what stock vLLM has at its tp after the same pushes, bit for bit."""
-    layouts = [layout for layout in LAYOUTS if layout.tp >= base_tp]
-    kinds: list[Experts] = ["tp", "ep"] if name == "fp8_moe" else ["tp"]
-    rng, ranks = random.Random(name), Ranks()
-    config = config_of(random_model(name))
-    for experts in kinds:
-        rank = rng.randrange(RANKS)
-        static = {layout: stock(config, layout, rank, experts, ranks) for layout in layouts}
-        strategy, models = engine_of(config, layouts, rank, experts, ranks)
-        base, *others = models.values()
-        reload = OpenedReload(base)
-
-        def in_layout(layout: Layout, rank: int = rank, experts: Experts = experts):
-            return in_place(layout.place_of(rank, experts), config.parallel_config)
-
-        for pushed in (f"{name}_updated", name):
-            for layout, model in static.items():
-                with in_layout(layout):
-                    push(model, config, pushed)
-                renew_absorbed(model)  # verl leaves what vLLM has made of the old weights
-            strategy.arrange(layouts[0])
-            with in_layout(layouts[0]):
-                push(base, config, pushed)
-            assert not reload.is_open, "verl has made the parameters fit"
-            strategy.refresh(base, others)
-            for model in models.values():
-                renew_absorbed(model)
-            for layout in [*layouts, *rng.choices(layouts, k=4)]:
-                strategy.arrange(layout)
-                assert_same(models[layout], static[layout])
+    check_pushes(name, config_of(random_model(name)), base_tp, push)
 
 
 def test_a_rollout(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.quantization.online import fp8 as online
+from vllm.model_executor.model_loader import utils as loading
 from vllm.model_executor.model_loader.base_loader import _has_online_quant
 from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_processing
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
@@ -29,6 +30,7 @@ from tests.vllm.weights.test_weights import build, in_place, load, vllm_config_f
 
 RANKS = 4
 BLOCKS = "fp8_per_block"
+CPU = torch.device("cpu")
 LAYOUTS = [Layout.of(tp, RANKS) for tp in (1, 2, 4)]
 
 
@@ -128,6 +130,7 @@ def engine_of(
 
 MODELS = [
     *(("fp8", how) for how in ("fp8_per_channel", "fp8_per_tensor", "fp8_per_block")),
+    ("fp8_biased", "fp8_per_channel"),
     *((f"fp8_{how}", None) for how in ("blocks", "channels", "tensors", "modelopt")),
     *(("fp8_moe", how) for how in ("fp8_per_channel", "fp8_per_tensor")),
     *((f"fp8_moe_{how}", None) for how in ("blocks",)),
@@ -245,16 +248,19 @@ def test_shards_that_end_inside_a_block_are_named_before_weights_are_read() -> N
         strategy.check(build(config, LAYOUTS[0].place_of(3)))
 
 
-@pytest.mark.parametrize("base_tp", [1, 2])
+@pytest.mark.parametrize(("base_tp", "processed"), [(1, False), (2, True)])
 @pytest.mark.parametrize(("name", "how"), MODELS)
 def test_what_a_trainer_loads_reaches_every_layout(
-    name: str, how: str | None, base_tp: int, monkeypatch: pytest.MonkeyPatch
+    name: str, how: str | None, base_tp: int, processed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A call for each tensor, as OpenRLHF makes: in 16 bits, or as in the checkpoint."""
+    """A call for each tensor, as OpenRLHF makes: in 16 bits, or as in the checkpoint.
+
+    Some trainers then have vLLM process the model, as it does after it has loaded one.
+    """
     rng = random.Random(name)
     layouts = [layout for layout in LAYOUTS if layout.tp >= base_tp]
     for experts in kinds(name):
-        update(name, how, layouts, rng.randrange(RANKS), monkeypatch, experts)
+        update(name, how, layouts, rng.randrange(RANKS), monkeypatch, experts, processed)
 
 
 def update(
@@ -264,15 +270,20 @@ def update(
     rank: int,
     monkeypatch: pytest.MonkeyPatch,
     experts: Experts = "tp",
+    processed: bool = False,
 ) -> dict[Layout, nn.Module]:
-    """Load a model's update, and compare each layout with what vLLM makes of that; as `walk`."""
+    """Load a model's update, and compare each layout with what vLLM makes of that; as `walk`.
+
+    Args:
+        processed: the trainer has vLLM process the model.
+    """
     rng = random.Random(name)
     config, new = (config_of(each, how) for each in (name, f"{name}_updated"))
     ranks = ranks_of(monkeypatch)
     stock(config, layouts[0], rank, experts, ranks)
     strategy, models = engine_of(config, layouts, rank, experts, ranks)
     base, *others = models.values()
-    reload = OpenedReload(base)
+    reload = OpenedReload(base, config)
     strategy.arrange(layouts[-1])
 
     ranks = ranks_of(monkeypatch)
@@ -283,7 +294,11 @@ def update(
         for weight in load_file(random_model(f"{name}_updated") / "model.safetensors").items():
             base.load_weights([weight])
         assert reload.is_open
-        reload.close(config.model_config)
+        if processed:
+            loading.process_weights_after_loading(base, config.model_config, CPU)
+        else:
+            reload.close()
+        assert not reload.is_open
     strategy.refresh(base, others)
     for model in models.values():
         renew_absorbed(model)
@@ -292,3 +307,44 @@ def update(
         strategy.arrange(layout)
         assert_same(models[layout], expected[layout])
     return models
+
+
+Push = Callable[[nn.Module, VllmConfig, str], None]
+
+
+def check_pushes(
+    name: str, config: VllmConfig, base_tp: int, push: Push, static_push: Push | None = None
+) -> None:
+    """What a trainer pushes reaches every layout: each has what vLLM has at its tp afterwards.
+
+    Args:
+        push: as the trainer's code does, which makes parameters fit where `static_push` is None.
+        static_push: the same for vLLM's models.
+    """
+    layouts = [layout for layout in LAYOUTS if layout.tp >= base_tp]
+    rng, ranks = random.Random(name), Ranks()
+    for experts in kinds(name):
+        rank = rng.randrange(RANKS)
+        static = {layout: stock(config, layout, rank, experts, ranks) for layout in layouts}
+        strategy, models = engine_of(config, layouts, rank, experts, ranks)
+        base, *others = models.values()
+        reload = OpenedReload(base, config)
+        for pushed in (f"{name}_updated", name):
+            for layout, model in static.items():
+                with in_place(layout.place_of(rank, experts), config.parallel_config):
+                    (static_push or push)(model, config, pushed)
+                renew_absorbed(model)  # VeRL leaves what vLLM has made of the old weights
+            strategy.arrange(layouts[0])
+            with in_place(layouts[0].place_of(rank, experts), config.parallel_config):
+                push(base, config, pushed)
+            if static_push is None:
+                assert not reload.is_open
+            else:
+                reload.close()
+            strategy.refresh(base, others)
+            for model in models.values():
+                renew_absorbed(model)
+                share_kv_scales(model, base)
+            for layout in [*layouts, *rng.choices(layouts, k=4)]:
+                strategy.arrange(layout)
+                assert_same(models[layout], static[layout])
