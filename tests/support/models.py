@@ -173,7 +173,7 @@ SPECS: dict[str, dict[str, Any]] = {
     # 128 columns; the second one with biases.
     "fp8_tiles": _FP8_TILES,
     "fp8_tiles_updated": dict(_FP8_TILES, seed=1),
-    "fp8_tiles_bias": dict(_FP8, arch="qwen2", hidden=512, heads=8, layers=1),
+    "fp8_tiles_bias": dict(_FP8, arch="qwen2", hidden=512, heads=8, layers=1, gain=3.0),
     # For schedulers of eight ranks, which only read its config.
     "eight_kv_heads": dict(arch="qwen3", heads=8, kv_heads=8, max_position_embeddings=16_384),
     # So few tokens that the law of sampled text can be computed. Most likely goes on in its phrase.

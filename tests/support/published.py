@@ -183,6 +183,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
                 "quant_method": "awq",
                 "bits": 4,
                 "group_size": 128,
+                "zero_point": True,
             },
         },
     ),
