@@ -34,7 +34,7 @@ class OpenedReload:
         self._config = config
         self._quantized = quantized_layers(model)
         self.is_open = False
-        if self._quantized:
+        if any(layer.parameters() for layer in self._quantized.values()):
             before_load_weights(model, self._open)
             process_loaded_weights_by(model, self._close_in_time)
 

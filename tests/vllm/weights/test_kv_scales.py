@@ -105,7 +105,7 @@ def test_layouts_have_the_scales_of_the_checkpoint(quantization: str, strategy: 
     weights = LayoutWeights.__new__(LayoutWeights)
     weights._strategy, weights._packed = shards, False
     weights._runtimes = tuple(
-        SimpleNamespace(runner=SimpleNamespace(get_model=lambda it=it: it))  # type: ignore[misc]
+        SimpleNamespace(runner=SimpleNamespace(get_model=lambda it=it: it), config=None)  # type: ignore[misc]
         for it in (base, other)
     )
     weights._base = weights._runtimes[0]
