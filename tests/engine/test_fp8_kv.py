@@ -45,10 +45,7 @@ def sizes_of(llm: Any) -> list[int]:
 def test_each_layout_is_a_stock_engine(llm: Any, spec: EngineSpec) -> None:
     """Where vLLM's own kernels run, to the last bit but for chance; plain ones round otherwise."""
     options = {name: spec.options[name] for name in ("kv_cache_dtype", "max_num_batched_tokens")}
-    tolerance = 1e-5
-    if spec.pat["weights"] == "inplace":
-        options["worker_extension_cls"] = "tests.support.weight_updates.WeightUpdates"
-        tolerance = FP8_KV_TOLERANCE
+    tolerance = FP8_KV_TOLERANCE if spec.pat["weights"] == "inplace" else 1e-5
     for tp in sizes_of(llm):
         go_home(llm)  # without prefixes of another layout
         outcomes = run(llm, batch(), at_steps(llm, {0: tp}))
