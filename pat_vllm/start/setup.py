@@ -151,7 +151,7 @@ def resolve_weights(
 
     if options.weights != "auto":
         return options.weights
-    if vllm_config.model_config is not None and vllm_config.model_config.quantization is not None:
+    if getattr(vllm_config.model_config, "quantization", None) is not None:
         return "inplace"  # `weights/model_weights.py` has the kinds that can be
     # In place, some shards are columns of a larger matrix, which kernels have to accept: CUDA's
     # default ones do. On CPU, vLLM packs weights for kernels that are faster than those for plain
