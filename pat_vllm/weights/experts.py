@@ -173,12 +173,12 @@ def backend_of_stock(experts: RoutedExperts) -> Any:
                     return backend
         return UnquantizedMoeBackend.TRITON
     keys, more = _keys_of(method)
-    for backend in fp8._get_priority_backends(config, *keys):
-        if backend is fp8.Fp8MoeBackend.VLLM_CUTLASS and not more:
+    for of_fp8 in fp8._get_priority_backends(config, *keys):
+        if of_fp8 is fp8.Fp8MoeBackend.VLLM_CUTLASS and not more:
             continue
-        for kernel in fp8.backend_to_kernel_cls(backend):
+        for kernel in fp8.backend_to_kernel_cls(of_fp8):
             if kernel.is_supported_config(kernel, config, *keys, form)[0]:
-                return backend
+                return of_fp8
     return fp8.Fp8MoeBackend.TRITON
 
 

@@ -91,7 +91,7 @@ class QuantizedLayer(ABC):
         """Put an empty tensor of this layout's shape in a raw one's place."""
         shape = shape_in(base, self.place, self.unit if base.unit > 1 else 1)
         tensor = torch.empty((), dtype=base.tensor.dtype, device=base.tensor.device).expand(shape)
-        if base.attribute in base.module._buffers:
+        if base.attribute in dict(base.module.named_buffers(recurse=False)):
             setattr(self.module, base.attribute, tensor)
             return
         parameter = nn.Parameter(tensor.t() if base.transposed else tensor, requires_grad=False)

@@ -58,6 +58,8 @@ class Weights:
 
     strategy = "inplace"
 
+    loading = False
+
     def __init__(self, config: VllmConfig, runtimes: Mapping[Layout, Any], rank: int) -> None:
         self.runtimes = runtimes
         self.arranged = LAYOUTS[0].tp
