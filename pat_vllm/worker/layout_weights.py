@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 class LayoutWeights:
     """The weights of one rank, in the base layout and in those derived from it."""
 
+    _reload: OpenedReload | None = None  # until weights are loaded
+
     def __init__(
         self,
         setup: Setup,
@@ -46,7 +48,6 @@ class LayoutWeights:
         if setup.weights == "inplace":
             self._strategy = InPlaceShards(tuple(runtimes), rank, setup.experts or "tp")
         self._packed = False
-        self._reload: OpenedReload | None = None
         for runtime in self._runtimes:
             how = BASE_FORMAT if runtime is self._base else DERIVED_FORMAT
             runtime.config.load_config = load_config_of(
