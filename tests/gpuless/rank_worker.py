@@ -278,6 +278,7 @@ def make_worker(devices: Devices, group: Group, rank: int, models: dict[int, nn.
     worker._weights._runtimes = tuple(worker._runtimes.values())
     worker._weights._base = worker._base
     worker._weights._packed = False
+    worker._weights._kv_scales = []
     worker._weights._strategy = strategy = InPlaceShards(LAYOUTS, rank)
     base, *others = (models[layout.tp] for layout in LAYOUTS)
     with CUDA:
