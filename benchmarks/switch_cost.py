@@ -41,6 +41,12 @@ CASES: Mapping[str, tuple[int | None, bool]] = {
     "empty": (None, False),
 }
 """Tokens of a live request, None without any, and whether cached prefixes come along."""
+FP8: Mapping[str, Any] = {
+    "worker_extension_cls": "tests.support.fp8_updates.UpdatesByLayer",
+    "max_num_batched_tokens": 512,
+    "enable_prefix_caching": False,
+}
+"""Options of engines with fp8 weights on CPU, whose products are replaced (tests/support)."""
 _COPIED_BYTES = 64 << 20
 
 
@@ -55,6 +61,8 @@ def main() -> None:
     )
     parser.add_argument("--ranks", type=int, default=2, help="all ways between their layouts")
     parser.add_argument("--repeats", type=int, default=7, help="switches each way, first discarded")
+    parser.add_argument("--quantization", help="of weights, by vLLM: fp8_per_channel, ...")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=[*CASES])
     parser.add_argument("--kv-gib", type=float, default=1.5, help="KV memory of a rank")
     args = parser.parse_args()
     pat = {"kv_transfer": "migrate", "weights": args.weights, "policy": {"kind": "static", "tp": 1}}
@@ -84,19 +92,23 @@ def main() -> None:
             max_num_seqs=32,
             kv_cache_memory_bytes=int(args.kv_gib * 2**30) * (2 if dtype == "float32" else 1),
         )
+        if args.quantization is not None:
+            options |= dict(quantization=args.quantization, **FP8)
         with Engine(options, bind="0|1" if args.ranks == 2 else "nobind") as engine:
             engine.wait_until_ready()
-            engine.call(switches, CONTEXT, 2, 0, False)  # warm-up
+            context = max((CASES[name][0] or 0 for name in args.cases), default=0)
+            engine.call(switches, context or None, 2, 0, False)  # warm-up
             cases = {
                 name: engine.call(switches, context, args.repeats, seed, caches)
                 for seed, (name, (context, caches)) in enumerate(CASES.items(), 1)
+                if name in args.cases
             }
             time.sleep(PARK_SECONDS)
             memcpy = memcpy_bandwidth((0, 1))
         body[dtype] = {"cases": cases, "memcpy_bytes_per_second": memcpy}
         text += f"## {dtype}\n\nMemory is copied at {memcpy / 1e9:.1f} GB/s.\n\n"
         text += _table(cases, memcpy) + "\n"
-    name = f"switch-cost-{args.model}-{args.weights}"
+    name = f"switch-cost-{args.model}-{args.quantization or args.weights}"
     write_results(name + (f"-{args.ranks}" if args.ranks > 2 else ""), facts, body, text)
 
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pat_vllm.config import PATConfig
+from pat_vllm.files.reading import shown
 from pat_vllm.layout import Experts, Layout
 from pat_vllm.modelled.gpus import GPUS, NODE_SIZE, gpu_named
 from pat_vllm.modelled.roofline import Machine
 from pat_vllm.models.checkpoint import NamedConfig
 from pat_vllm.models.model_size import ModelSize
 from pat_vllm.models.moe_config import MoEConfig
+from pat_vllm.models.quantization import FP8_KV, FP8_ONLINE, Quantized, quantization_of
 from pat_vllm.predictor.cost import CostModel
 from pat_vllm.predictor.planner import Planner
 from pat_vllm.predictor.steps.step_time import StepTimeModel
@@ -28,6 +30,7 @@ from pat_vllm.start.memory_estimate import estimate, static_engine
 if TYPE_CHECKING:
     from pat_vllm.cli.advise import AdviseOptions
 
+_DTYPES = ("quantization", "kv_cache_dtype")
 DRAFT_LENGTHS = (0, 1, 2, 4, 7)
 """Those that an engine with `num_speculative_tokens` 7 keeps ready."""
 
@@ -47,6 +50,7 @@ class Engines:
         warning: what an engine with these layouts would warn of.
         experts: how the experts of a mixture lie in static engines; None: there are none.
         text_only: whether the model has more than text, of which PAT serves the text alone.
+        dtypes: vLLM's `quantization` and `kv_cache_dtype` of all engines, as far as they are set.
     """
 
     title: str
@@ -59,6 +63,7 @@ class Engines:
     warning: str | None = None
     experts: Experts | None = None
     text_only: bool = False
+    dtypes: Mapping[str, str] = field(default_factory=dict)
 
 
 def profiled_engines(profile: Profile, drafts: bool) -> Engines:
@@ -92,11 +97,17 @@ def profiled_engines(profile: Profile, drafts: bool) -> Engines:
             **({"experts": experts} if profile.experts else {}),
         },
         experts="ep" if experts == "ep" else "tp" if profile.experts else None,
+        dtypes=_set({name: profile.key.get(name) for name in _DTYPES}),
     )
 
 
 def modelled_engines(
-    options: AdviseOptions, model: NamedConfig, first: Batch, acceptance: float, longest: int
+    options: AdviseOptions,
+    model: NamedConfig,
+    first: Batch,
+    acceptance: float,
+    longest: int,
+    gpu_memory_utilization: float = EngineShape.gpu_memory_utilization,
 ) -> Engines:
     """Engines on --gpu, PAT's with the layouts that it would choose for such a batch.
 
@@ -104,12 +115,15 @@ def modelled_engines(
         first: one of the batches.
         acceptance: mean probability that a draft of it is accepted.
         longest: tokens of the longest request that may come.
+        gpu_memory_utilization: vLLM's option.
 
     Raises:
         ValueError: an option is wrong, or a request has no room.
     """
     assert options.gpu is not None
-    size, ranks = ModelSize.of(model.fields), options.gpus
+    quantized, ranks = _quantized(options, model), options.gpus
+    size = ModelSize.of(model.fields, quantized=quantized)
+    dtypes = _set({name: getattr(options, name) for name in _DTYPES})
     name = gpu_named(options.gpu)
     gpu = GPUS[name]
     _check_ranks(size, model.name, ranks)
@@ -118,10 +132,12 @@ def modelled_engines(
         (),
         max_num_seqs=options.max_num_seqs,
         max_model_len=longest,
+        gpu_memory_utilization=gpu_memory_utilization,
         num_speculative_tokens=lengths[-1],
         link=gpu.link,
     )
-    title = f"{model.name} on {ranks} x {name} ({gpu.link})"
+    of_dtypes = "".join(f", {option}={value}" for option, value in dtypes.items())
+    title = f"{model.name} on {ranks} x {name} ({gpu.link}){of_dtypes}"
     mixture = MoEConfig.from_config(model.fields)
     sizes = [tp for tp in range(1, ranks + 1) if ranks % tp == 0 and size.divides(tp)]
     sizes = [tp for tp in sizes if tp & (tp - 1) == 0 or tp == ranks]
@@ -134,8 +150,9 @@ def modelled_engines(
             f"{title}: no layout has memory for a request of {longest:,} tokens; name more GPUs of "
             f"a node (--gpus 2 to {NODE_SIZE}), or shorter responses (--max-tokens)"
         )
+    load = load_of(first, acceptance)
     choice = choose(
-        model.fields, PATConfig(), shape, ranks, gpu.device, load=load_of(first, acceptance)
+        model.fields, PATConfig(), shape, ranks, gpu.device, quantized=quantized, load=load
     )
     engine = replace(shape, layouts=choice.layouts, experts=choice.experts)
     machine = replace(machine, experts=choice.experts)
@@ -157,7 +174,31 @@ def modelled_engines(
         warning=choice.warning,
         experts=experts,
         text_only=model.text_only,
+        dtypes=dtypes,
     )
+
+
+def _set(options: Mapping[str, Any]) -> dict[str, str]:
+    """Those that say something."""
+    return {name: str(value) for name, value in options.items() if value not in (None, "auto")}
+
+
+def _quantized(options: AdviseOptions, model: NamedConfig) -> Quantized:
+    """What the engines keep in 8 bits.
+
+    Raises:
+        ValueError: an option has a value that PAT or the checkpoint does not have.
+    """
+    own = quantization_of(model.fields)
+    for name, value, allowed in (
+        ("quantization", options.quantization, (None, own) if own else (None, *FP8_ONLINE)),
+        ("kv-cache-dtype", options.kv_cache_dtype, ("auto", *FP8_KV)),
+    ):
+        if value not in allowed:
+            of = f", as {model.name} is" if own and name == "quantization" else ""
+            names = ", ".join(filter(None, allowed))
+            raise ValueError(f"--{name} is {shown(value)}; allowed is {names}{of}")
+    return Quantized.of(model.fields, options.quantization, options.kv_cache_dtype)
 
 
 def _check_ranks(size: ModelSize, model: str, ranks: int) -> None:

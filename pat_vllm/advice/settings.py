@@ -44,6 +44,7 @@ def settings(
             "language_model_only": text_only,
             "distributed_executor_backend": "pat",
             "max_num_seqs": max_num_seqs,
+            **engines.dtypes,
             "speculative_config": ngram_config(longest) if longest else None,
             "additional_config": {"pat": pat},
         }
@@ -56,6 +57,7 @@ def settings(
         "enable_expert_parallel": spread or None,
         # As many requests as PAT's replicas of this layout, with which it was computed.
         "max_num_seqs": schedule[-1][1],
+        **engines.dtypes,
         "speculative_config": _drafts(schedule),
     }
     return _forms(model, options, best.layout.replicas, engines.experts is not None)
@@ -97,6 +99,10 @@ def _verl(options: Mapping[str, Any]) -> Iterator[str]:
         yield f"{_VERL}.max_num_seqs={options['max_num_seqs']}"
     if "language_model_only" in options:
         yield f"+{_VLLM_IN_VERL}.language_model_only=true"
+    if str(options.get("quantization")).startswith("fp8"):
+        yield f"{_VERL}.quantization=fp8"  # VeRL's own, by blocks
+    if "kv_cache_dtype" in options:
+        yield f"+{_VLLM_IN_VERL}.kv_cache_dtype={options['kv_cache_dtype']}"
     if drafts := options.get("speculative_config"):
         yield f"+{_VLLM_IN_VERL}.speculative_config='{_hydra(drafts)}'"
     for name, value in pat.items():
@@ -113,6 +119,11 @@ def _openrlhf(options: Mapping[str, Any], engines: int) -> str:
         notes += "# with enable_expert_parallel of vLLM's\n"
     if "language_model_only" in options:
         notes += "# WITHOUT language_model_only=True of the other forms: OpenRLHF has no option\n"
+    for name in ("quantization", "kv_cache_dtype"):
+        if name in options:
+            notes += (
+                f"# WITHOUT {name}={options[name]} of the other forms: OpenRLHF has no option\n"
+            )
     if pat and drafts:
         words.append(f"--vllm.speculative_config '{json.dumps(drafts)}'")
     elif drafts:

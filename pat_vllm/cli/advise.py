@@ -93,6 +93,17 @@ class AdviseOptions(Ranged):
     max_num_seqs: Annotated[
         int, typer.Option(min=1, max=65536, help="Of a GPU, as in vLLM; with --gpu.")
     ] = 256
+    quantization: Annotated[
+        str | None,
+        typer.Option(
+            help="Of a plain checkpoint's weights, as in vLLM: fp8, fp8_per_tensor, "
+            "fp8_per_channel, fp8_per_block; with --gpu. Another has its own."
+        ),
+    ] = None
+    kv_cache_dtype: Annotated[
+        str,
+        typer.Option(help="As in vLLM: auto, fp8, fp8_e4m3, fp8_e5m2; with --gpu."),
+    ] = "auto"
     seed: Annotated[int, typer.Option(min=0, max=1 << 62, help="Of what is drawn.")] = 0
 
     def refuse_beside(self, option: str, others: Iterable[str]) -> None:
@@ -138,7 +149,8 @@ def advice_for(
         model = named_config(options.model, with_defaults)
         engines = modelled_engines(options, model, batches[0], acceptance, longest)
         return advise(engines, batches), give
-    options.refuse_beside("profile", ("gpu", "gpus", "drafting", "max_num_seqs"))
+    of_engine = ("gpu", "gpus", "drafting", "max_num_seqs", "quantization", "kv_cache_dtype")
+    options.refuse_beside("profile", of_engine)
     profile = Profile.load(options.profile)
     if acceptance and not any(step.k for step in profile.steps):
         if give is None:

@@ -25,6 +25,7 @@ from pat_vllm.doctor.models import SHAPES, Weights, write_checkpoint
 from pat_vllm.doctor.report import Check, NamedCheck, Unfit
 from pat_vllm.doctor.request import REQUEST, Engine, Prompts, Request, prompts, stock_of
 from pat_vllm.doctor.serving import MAX_TOKENS, generate, score, start
+from pat_vllm.models.quantization import FP8_KV
 from pat_vllm.profiling.cache import CACHE_DIR
 
 if TYPE_CHECKING:
@@ -79,8 +80,9 @@ class Examination:
         yield "random models", self.make_models
         yield "options", self.options
         yield "stock vLLM", partial(self.refer, self.weights)
-        if self.engine["dtype"] != "float32":
-            # 16-bit sums are rounded on each rank, and their sum again.
+        if self.engine["dtype"] != "float32" or self.engine.get("kv_cache_dtype") in FP8_KV:
+            # 16-bit sums are rounded on each rank, and their sum again. KV in 8 bits makes more of
+            # any rounding.
             yield f"stock vLLM, tensor parallelism {ranks}", self.round
         if SHAPES[self.request.shape].reloads:
             yield "stock vLLM, new weights", partial(self.refer, self.new_weights)

@@ -26,6 +26,7 @@ from pat_vllm.executor.lanes import DRAFT_ROWS, EXECUTE, SAMPLE, Lanes, Network
 from pat_vllm.executor.messages import (
     PATGrammarOutput,
     PATSchedulerOutput,
+    Refreshed,
     ResolvedKernels,
     SwitchCommand,
     SwitchTimes,
@@ -116,6 +117,9 @@ class PATExecutorMixin(OwnRepliesMixin):
     _network = Network()
     _missing = False
     """Whether the last call that may have written weights left the base layout's incomplete."""
+    kv_is_void = False
+    """Whether new scales of the KV cache have come, under which it holds nothing of use; until its
+    reader has dropped it and says False."""
     _weights_called = 0.0
     """When that call came, or returned where its caller waited; seconds, monotonic clock."""
 
@@ -271,7 +275,9 @@ class PATExecutorMixin(OwnRepliesMixin):
         if self._stale and not self._missing and not self.is_sleeping:
             began = time.perf_counter()
             self._leave_lanes()
-            self._stale = self._missing = not all(self._call_together(rpc.REFRESH_WEIGHTS))
+            replies: list[Refreshed] = self._call_together(rpc.REFRESH_WEIGHTS)
+            self._stale = self._missing = not all(replies)
+            self.kv_is_void |= Refreshed.WITH_OTHER_KV_SCALES in replies
             self._weight_calls.refreshed(time.perf_counter() - began)
         return not self._stale
 

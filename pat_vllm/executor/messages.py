@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Literal
 
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
@@ -83,6 +84,16 @@ class ResolvedKernels:
 
     attention: tuple[str, ...]
     weights: Literal["inplace", "materialized"]
+
+
+class Refreshed(IntEnum):
+    """What came of deriving the layouts' weights again; false where nothing did."""
+
+    MISSING = 0
+    """The base layout has not got all of its own yet."""
+    DONE = 1
+    WITH_OTHER_KV_SCALES = 2
+    """Done; what KV caches hold is worth nothing under the new scales."""
 
 
 @dataclass(frozen=True)

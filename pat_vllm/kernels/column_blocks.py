@@ -9,44 +9,54 @@ piece of band `j` of the rows in band `i` of the columns, are of one shape.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 
 
+def bands_of(columns: int, part: int) -> int:
+    """Into how many bands a matrix is cut so that `part` of its columns can be some of them.
+
+    A `ColumnBlock` needs rows that can be cut into as many.
+    """
+    return columns // math.gcd(columns, part)
+
+
 class ColumnBlock:
-    """A band of a matrix's columns.
+    """A range of a matrix's columns, of one band or several neighbouring ones.
 
     Args:
         matrix: `[rows, columns]` without gaps, of any dtype.
-        bands: into how many bands the columns are cut.
-        band: which one this is.
+        start: the first column, with which a band begins.
+        size: how many columns.
 
     Attributes:
-        block: `[rows, columns / bands]`, the view without gaps in which the columns lie when they
-            are together.
+        block: `[rows, size]`, the view without gaps in which the columns lie when they are
+            together.
         num_bytes: what `gather` and `scatter` read, each, and write.
 
     Raises:
-        ValueError: rows or columns cannot be cut into so many bands.
+        ValueError: rows or columns cannot be cut so.
     """
 
-    def __init__(self, matrix: torch.Tensor, bands: int, band: int) -> None:
+    def __init__(self, matrix: torch.Tensor, start: int, size: int) -> None:
         rows, columns = matrix.shape
-        if rows % bands or columns % bands or not matrix.is_contiguous():
+        bands = bands_of(columns, size)
+        width = columns // bands
+        if rows % bands or start % width or not matrix.is_contiguous():
             raise ValueError(
                 f"a matrix of {rows} x {columns} cannot be cut into {bands} bands of rows and of "
-                "columns"
+                f"columns, for {size} columns from {start} on"
             )
-        width = columns // bands
+        first, end = start // width, (start + size) // width
         pieces = matrix.view(bands, rows // bands, bands, width)
-        self.block = matrix.view(bands, rows, width)[band]
-        self._together = pieces[band].view(rows, width)
-        self._apart = pieces[:, :, band]
+        self.block = matrix.view(bands, rows * width)[first:end].view(rows, size)
+        self._apart = pieces[:, :, first:end]
         self._displaced = [
-            (pieces[other, :, band], pieces[band, :, other])
+            (pieces[other, :, first:end], pieces[first:end, :, other].transpose(0, 1))
             for other in range(bands)
-            if other != band
+            if not first <= other < end
         ]
         self.num_bytes = self.block.nbytes * 2 + sum(a.nbytes for a, _ in self._displaced)
 
@@ -60,12 +70,12 @@ class ColumnBlock:
         kept.copy_(self._apart)
         for place, displaced in self._displaced:
             place.copy_(displaced)
-        self._together.copy_(kept.view(self._together.shape))
+        self.block.copy_(kept.view(self.block.shape))
 
     def scatter(self, staging: torch.Tensor) -> None:
         """Undo `gather`."""
         kept = self._kept(staging)
-        kept.view(self._together.shape).copy_(self._together)
+        kept.view(self.block.shape).copy_(self.block)
         for place, displaced in self._displaced:
             displaced.copy_(place)
         self._apart.copy_(kept)

@@ -57,7 +57,17 @@ class Gpu:
     link_bandwidth: float
     source: str
 
+    @property
+    def fp8_flops(self) -> float:
+        """Dense 8-bit operations per second of weights and activations in fp8.
 
+        Twice those in 16 bits by the same sources, from Ada (8.9) on, MI300 (9.4) included. Older
+        ones have none: vLLM's Marlin kernels read weights in 8 bits, and multiply in 16.
+        """
+        return self.flops * (2 if float(self.device.capability) >= _FP8_CAPABILITY else 1)
+
+
+_FP8_CAPABILITY = 8.9
 NODE_SIZE = 8
 """GPUs of a node; tensor parallelism does not span nodes."""
 

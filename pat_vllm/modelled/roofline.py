@@ -144,12 +144,17 @@ class Machine:
         layers, head = model.layer_weights(tp), model.head_weights(tp)
         some = np.maximum(batch, 1.0)
         seen = context * model.kv_share(context / some)
-        memory = (layers + head) * model.dtype_bytes
+        memory = model.layer_bytes(tp) + head * model.dtype_bytes
+        # Decoding reads these in place of the weights that they are copies of.
+        memory = memory + model.absorbed_bytes(tp) * (1 - model.matrix_bytes / model.dtype_bytes)
         memory = memory + (seen + prefill) * model.kv_bytes_per_token(tp)
         attention = prefill * prefill / 2 * model.attention_operations(tp, decode=False)
         attended = seen * (1 + drafts / some)
         attention = attention + attended * model.attention_operations(tp, decode=True)
-        operations = 2 * (layers * tokens + head * sampled) + model.attention_layers * attention
+        # As many operations in 16 bits as take the time of those in 8.
+        share = self.gpu.flops / self.gpu.fp8_flops if model.quantized.weight_bytes else 1.0
+        operations = 2 * (share * layers * tokens + head * sampled)
+        operations = operations + model.attention_layers * attention
         if model.linear is not None:
             # A state is read and written once for all of a request's tokens, whatever its context.
             memory = memory + 2 * (batch + prompts) * model.state_bytes(tp)
@@ -157,8 +162,8 @@ class Machine:
         launching = model.depth * KERNELS_PER_LAYER * KERNEL_OVERHEAD
         if model.experts is not None:
             hot, work = self.expert_load(layout, tokens)
-            memory = memory + hot * model.expert_weights * model.dtype_bytes
-            operations = operations + 2 * work * model.expert_weights
+            memory = memory + hot * model.expert_weights * model.matrix_bytes
+            operations = operations + 2 * share * work * model.expert_weights
             launching += model.experts.layers * EXPERT_KERNELS * KERNEL_OVERHEAD
         reading = memory / (self.gpu.bandwidth * MEMORY_EFFICIENCY)
         computing = operations / (self.gpu.flops * COMPUTE_EFFICIENCY)
@@ -222,10 +227,11 @@ class Machine:
         receivers = np.minimum(live, target.replicas) * target.tp
         link = self.gpu.link_bandwidth * EXCHANGE_EFFICIENCY
         kv = kv_bytes / np.maximum(1, np.minimum(senders, receivers)) / link
-        shard = self.model.resident_weights(target.tp)
+        shard = self.model.resident_bytes(target.tp)
         if self.model.experts is not None:
-            shard = self.model.layer_weights(target.tp) + self.moved_experts(source, target, base)
-        weights = 2 * shard * self.model.dtype_bytes / (self.gpu.bandwidth * MEMORY_EFFICIENCY)
+            moved = self.moved_experts(source, target, base)
+            shard = self.model.layer_bytes(target.tp) + moved * self.model.matrix_bytes
+        weights = 2 * shard / (self.gpu.bandwidth * MEMORY_EFFICIENCY)
         return kv, weights
 
 

@@ -14,6 +14,7 @@ from pat_vllm.models.known_models import MODEL_SHAPES
 from pat_vllm.models.layer_sizes import text_of
 from pat_vllm.models.model_classes import known_class
 from pat_vllm.models.model_rules import ModelFacts, refusal, refused_of
+from pat_vllm.models.quantization import quantization_config
 
 WithDefaults = Callable[[Mapping[str, Any]], Mapping[str, Any] | None]
 """A function that completes a `config.json`: it returns the fields of the text model, with those
@@ -21,7 +22,7 @@ that the file leaves out, or None if it does not know them."""
 
 
 class NamedConfig(NamedTuple):
-    """The fields of a model's text model, and what to call it.
+    """The fields of a model's text model, with the quantization of the whole, and what to call it.
 
     Attributes:
         text_only: whether the model takes more than text, of which PAT serves the text alone.
@@ -68,6 +69,8 @@ def named_config(model: str, with_defaults: WithDefaults = lambda config: None) 
             "transformers), or write them into the file"
         )
     has_more = any(isinstance(config.get(part), dict) for part in ("text_config", "vision_config"))
+    if (quantization := quantization_config(config)) is not None:
+        fields = {**fields, "quantization_config": quantization}
     return NamedConfig(fields, path.resolve().parent.name, has_more)
 
 

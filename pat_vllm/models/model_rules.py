@@ -11,16 +11,13 @@ from typing import Any
 
 from pat_vllm.models.layer_sizes import experts_of, has_states, linear_heads, names_experts
 from pat_vllm.models.model_classes import class_name
+from pat_vllm.models.quantization import FP8_ONLINE, kv_scale_of, quantization_of
 
 _DECODERS = "decoder-only models with full, sliding or latent attention"
 _POOLING = ("Model", "Classification", "ForTextEncoding", "ForRewardModeling")
 """Ends of the names of vLLM's classes that do not generate."""
 _GENERATING = ("ForCausalLM", "ForConditionalGeneration", "ChatModel", "LMHeadModel")
 """Ends of the names of those that do, although one of `_POOLING` may fit, too."""
-_MODELOPT = {"FP8": "modelopt", "FP8_PER_CHANNEL_PER_TOKEN": "modelopt", "FP8_PB_WO": "modelopt"}
-_MODELOPT |= {"NVFP4": "modelopt_fp4"}
-"""vLLM's name of a quantization, by the `quant_algo` that ModelOpt writes into a checkpoint."""
-
 Refused = list[tuple[str, Any, str]]
 """Options, or kinds of models, that are refused: (option, value, what is allowed)."""
 
@@ -34,6 +31,7 @@ class ModelFacts:
         fields: the fields of its text model in `config.json`.
         runner: vLLM's, "generate" or another.
         quantization: vLLM's name for that of the weights; None: they are not quantized.
+        kv_scale: what has a scale of its own in a KV cache in 8 bits (`kv_scale_of`).
         is_mixture: it has experts.
         has_states: some layers have states, as in Mamba or linear attention, in place of a KV cache
             or beside it.
@@ -43,6 +41,7 @@ class ModelFacts:
     fields: Mapping[str, Any]
     runner: str = "generate"
     quantization: Any = None
+    kv_scale: str = "tensor"
     is_encoder_decoder: bool = False
     is_mixture: bool = False
     has_states: bool = False
@@ -66,26 +65,11 @@ class ModelFacts:
             fields,
             runner="pooling" if pools else "generate",
             quantization=quantization_of(config),
+            kv_scale=kv_scale_of(config),
             is_encoder_decoder=any(encoders),
             is_mixture=names_experts(fields) is not None,
             has_states=has_states(fields),
         )
-
-
-def quantization_of(config: Mapping[str, Any]) -> Any:
-    """How the weights of a checkpoint are quantized, as vLLM's `quantization` names it, by the
-    contents of its `config.json`; None: they are not."""
-    places = (config, text if isinstance(text := config.get("text_config"), dict) else {})
-    names = ("quantization_config", "compression_config")
-    found = next((place[name] for place in places for name in names if place.get(name)), None)
-    if not isinstance(found, dict):
-        return found
-    method = str(found.get("quant_method") or "").lower()
-    if isinstance(own := found.get("quantization"), dict):  # ModelOpt's
-        method = _MODELOPT.get(str(own.get("quant_algo")).upper(), method)
-    if method == "mxfp4" and config.get("model_type") == "gpt_oss":
-        method = "gpt_oss_mxfp4"
-    return method.replace("compressed_tensors", "compressed-tensors") or None
 
 
 @dataclass(frozen=True)
@@ -124,16 +108,18 @@ def _models(
 RUNNER = ModelRule(
     "runner", lambda model: None if model.runner == "generate" else model.runner, "generate"
 )
-FP8 = (
-    *("fp8", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block"),
-    *("compressed-tensors", "modelopt"),
-)
+FP8 = (*FP8_ONLINE, "compressed-tensors", "modelopt")
 """vLLM's names of quantizations to fp8. What else the last two may be, workers refuse by layer."""
 QUANTIZATION = ModelRule(
     "quantization",
     lambda model: None if model.quantization in FP8 else model.quantization,
     f"None, {', '.join(FP8)}, the last two as fp8 (not MXFP8, NVFP4 or MXFP4; of gpt-oss a "
     "bfloat16 checkpoint)",
+)
+KV_SCALE = ModelRule(
+    "kv_cache_scheme.strategy",
+    lambda model: None if model.kv_scale == "tensor" else model.kv_scale,
+    "tensor",
 )
 KINDS_OF_MODELS = (
     _models(
@@ -154,7 +140,7 @@ KINDS_OF_MODELS = (
         lambda model: any(name in model.fields for name in ("index_topk", "compress_ratios")),
     ),
 )
-MODEL_RULES = (RUNNER, QUANTIZATION, *KINDS_OF_MODELS)
+MODEL_RULES = (RUNNER, QUANTIZATION, KV_SCALE, *KINDS_OF_MODELS)
 """All that is refused of a model, in the order in which an error names it."""
 
 

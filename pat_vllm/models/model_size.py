@@ -20,6 +20,7 @@ from pat_vllm.models.layer_sizes import (
     size_of,
 )
 from pat_vllm.models.model_classes import known_class
+from pat_vllm.models.quantization import PLAIN, Quantized
 
 VOCAB_PADDING = 64
 """vLLM pads the vocabulary to a multiple of it."""
@@ -47,6 +48,7 @@ class ModelSize:
         mlp_gate: whether MLPs have a gate.
         max_positions: rows of the table of rotary embeddings.
         dtype_bytes: of an element of weights, activations and the KV cache.
+        quantized: which of these elements have fewer.
     """
 
     layers: int
@@ -68,9 +70,12 @@ class ModelSize:
     mlp_gate: bool = True
     max_positions: int = 0
     dtype_bytes: int = 2
+    quantized: Quantized = PLAIN
 
     @classmethod
-    def of(cls, config: Mapping[str, Any], dtype_bytes: int = 2) -> ModelSize:
+    def of(
+        cls, config: Mapping[str, Any], dtype_bytes: int = 2, quantized: Quantized = PLAIN
+    ) -> ModelSize:
         """From the contents of a Hugging Face `config.json`.
 
         Raises:
@@ -119,7 +124,13 @@ class ModelSize:
             mlp_gate=known.gate,
             max_positions=size_of(config, "max_position_embeddings"),
             dtype_bytes=dtype_bytes,
+            quantized=quantized,
         )
+
+    @property
+    def matrix_bytes(self) -> int:
+        """Of an element of what is quantized where weights are."""
+        return self.quantized.weight_bytes or self.dtype_bytes
 
     @property
     def attention_layers(self) -> int:
@@ -146,6 +157,18 @@ class ModelSize:
 
         KV projections are replicated where heads are, and routers.
         """
+        return self._matrices(tp) + self._routers
+
+    @property
+    def _routers(self) -> int:
+        """Weights of the routers of all layers, which are never quantized."""
+        if self.experts is None:
+            return 0
+        router = self.experts.count + self.experts.shared_gate
+        return self.hidden * self.experts.layers * router
+
+    def _matrices(self, tp: int) -> float:
+        """Weights of all layers that every token needs, on one rank, without routers."""
         if self.latent is not None:
             of_layer = self.latent.weights(self.hidden, self.heads / tp)
         else:
@@ -158,9 +181,23 @@ class ModelSize:
         matrices = 3 if self.mlp_gate else 2
         mlp = self.dense_layers * matrices * self.intermediate / tp
         if self.experts is not None:
-            router = self.experts.count + self.experts.shared_gate
-            mlp += self.experts.layers * (router + 3 * self.experts.shared / tp)
+            mlp += self.experts.layers * 3 * self.experts.shared / tp
         return attention + self.hidden * mlp
+
+    def layer_bytes(self, tp: int) -> float:
+        """What `layer_weights` take."""
+        return self._matrices(tp) * self.matrix_bytes + self._routers * self.dtype_bytes
+
+    def absorbed_bytes(self, tp: int) -> int:
+        """Copies of what latent attention makes keys and values by, in the model's type, on one
+        rank; 0 where they are views of weights that are not quantized.
+
+        Decoding multiplies by them in place of the weights.
+        """
+        if self.latent is None or self.quantized.weight_bytes is None:
+            return 0
+        of_head = self.latent.rank * (self.latent.nope + self.latent.value)
+        return self.attention_layers * self.heads * of_head * self.dtype_bytes // tp
 
     def kv_elements(self, tp: int) -> int:
         """Elements of a token's KV in one layer on one rank; few heads are replicated.
@@ -203,15 +240,26 @@ class ModelSize:
         Args:
             spread: a mixture's experts lie whole on the ranks; else each is cut.
         """
-        weights = self.layer_weights(tp) + self.head_weights(tp) * (1 if self.tied else 2)
+        weights = self.layer_weights(tp) + self._head_and_embedding(tp)
+        return weights + self.expert_weights * self._held_experts(tp, spread)
+
+    def _head_and_embedding(self, tp: int) -> float:
+        return self.head_weights(tp) * (1 if self.tied else 2)
+
+    def _held_experts(self, tp: int, spread: bool) -> float:
+        """Experts of a layer in one rank's memory."""
         if self.experts is None:
-            return weights
-        held = self.experts.most_on_rank(tp) if spread else self.experts.count / tp
-        return weights + self.expert_weights * held
+            return 0
+        return self.experts.most_on_rank(tp) if spread else self.experts.count / tp
+
+    def resident_bytes(self, tp: int, spread: bool = False) -> float:
+        """What `resident_weights` take."""
+        experts = self.expert_weights * self._held_experts(tp, spread) * self.matrix_bytes
+        return self.layer_bytes(tp) + self._head_and_embedding(tp) * self.dtype_bytes + experts
 
     def weight_bytes(self, tp: int, spread: bool = False) -> int:
         """A rank's shard of all weights but norms and biases, as in `resident_weights`."""
-        return int(self.resident_weights(tp, spread) * self.dtype_bytes)
+        return int(self.resident_bytes(tp, spread))
 
     def divides(self, tp: int) -> bool:
         """Whether heads of every kind and MLPs can be split over `tp` ranks.
@@ -250,16 +298,18 @@ class ModelSize:
         if (experts := self.experts) is not None:
             held = experts.most_on_rank(base) if spread else experts.count / base
             fused += int(experts.layers * 2 * (experts.intermediate * held + experts.shared / base))
-        chunks = fused * self.hidden * self.dtype_bytes / SWAP_CHUNK_BYTES
+        chunks = fused * self.hidden * self.matrix_bytes / SWAP_CHUNK_BYTES
         pairs = len(others) * (len(others) + 1)
         return int(pairs * _SWAPPED * chunks * _SWAP_ROW_BYTES)
 
     def kv_bytes_per_token(self, tp: int) -> int:
         """KV of one token, over all layers, on a rank; heads are replicated where they are few."""
-        return self.attention_layers * self.kv_elements(tp) * self.dtype_bytes
+        of_element = self.quantized.kv_bytes or self.dtype_bytes
+        return self.attention_layers * self.kv_elements(tp) * of_element
 
     def latent_workspace_bytes(self, max_model_len: int, max_num_seqs: int, block_size: int) -> int:
-        """Latent vectors of earlier parts of prompts, as vLLM gathers them for a step; else 0.
+        """Latent vectors of earlier parts of prompts, as vLLM gathers them for a step, in the
+        model's type; else 0.
 
         As `MLACommonMetadataBuilder.determine_chunked_prefill_workspace_size`.
         """

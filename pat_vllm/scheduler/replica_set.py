@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from vllm.logger import init_logger
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import FinishReason
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from pat_vllm.executor.executor import PATExecutorMixin, StepResult
     from pat_vllm.layout import Layout
     from pat_vllm.scheduler.monitor import Monitor
+
+
+logger = init_logger(__name__)
 
 
 class ReplicaSet:
@@ -183,6 +187,10 @@ class ReplicaSet:
         steps: dict[int, SchedulerOutput] = {}
         paused = self.pause_state == PauseState.PAUSED_ALL or not self.num_seqs
         waits = not paused and self.executor.waits_for_weights()
+        if self.executor.kv_is_void:
+            logger.info("PAT: k_scale or v_scale has changed: all KV is dropped and computed again")
+            self.executor.kv_is_void = False
+            self.reset_prefix_cache(reset_running_requests=True)
         draft_rows: dict[int, RowUpdate] = {}
         for replica in self.replicas:
             if not replica.may_step(self._depth) or (waits and replica.num_seqs):

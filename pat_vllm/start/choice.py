@@ -19,6 +19,7 @@ from pat_vllm.modelled.gpus import Device, Gpu, Link, gib, known_gpu, link_of
 from pat_vllm.modelled.roofline import Machine
 from pat_vllm.models.model_size import ModelSize
 from pat_vllm.models.moe_config import MoEConfig
+from pat_vllm.models.quantization import PLAIN, Quantized
 from pat_vllm.predictor.draft_schedule import draft_lengths
 from pat_vllm.predictor.planner import Planner
 from pat_vllm.predictor.whole_batch import best_plan
@@ -84,6 +85,7 @@ def choose(
     device: Device | None,
     *,
     dtype_bytes: int = 2,
+    quantized: Quantized = PLAIN,
     load: Load,
 ) -> Choice:
     """The layouts of an engine. What its user names is kept.
@@ -94,6 +96,7 @@ def choose(
         engine: its other options; `layouts`, `experts`, `pat` and `link` are not looked at.
         ranks: number of the engine's ranks.
         device: what each rank runs on; None: nothing is known of it.
+        dtype_bytes, quantized: as `ModelSize` has them.
         load: the batch that is expected.
 
     Raises:
@@ -101,7 +104,7 @@ def choose(
     """
     mixture = MoEConfig.from_config(model_config)
     try:
-        model = ModelSize.of(model_config, dtype_bytes)
+        model = ModelSize.of(model_config, dtype_bytes, quantized)
     except ValueError:  # its kind is one whose sizes are not known
         model = None
     link = None if device is None else link_of(device)

@@ -120,7 +120,8 @@ class RankMemory:
 
     Attributes:
         requested: what vLLM may use, `gpu_memory_utilization` of the device.
-        weights: weights and the table of rotary embeddings.
+        weights: weights, what each layout makes of them for latent attention, and the table of
+            rotary embeddings.
         swap_tables: tables of the rows that trade places between layouts.
         communicators: those of groups that do not span all ranks, one for each tp (vLLM makes a
             group of all ranks before it looks at what is free); FlashInfer's buffers of every
@@ -156,6 +157,7 @@ def estimate(model: ModelSize, engine: EngineShape, device: Device) -> RankMemor
     in_place, spread = engine.weights == "inplace", engine.experts == "ep"
     held = layouts[:1] if in_place else layouts
     weights = sum(model.weight_bytes(layout.tp, spread) for layout in held)
+    weights += sum(model.absorbed_bytes(layout.tp) for layout in layouts)
     weights += model.rotary_bytes
     tables = model.swap_table_bytes(layouts, spread) if in_place else 0
     narrow = [layout for layout in layouts if layout.tp > 1 and layout.replicas > 1]

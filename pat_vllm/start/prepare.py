@@ -14,6 +14,7 @@ from pat_vllm.config import SCHEDULER_CLS, PATConfig
 from pat_vllm.layout import Layout
 from pat_vllm.models.layer_sizes import fields_of, linear_heads
 from pat_vllm.models.model_rules import refusal
+from pat_vllm.models.quantization import Quantized
 from pat_vllm.policy_config import PolicyConfig, PredictorPolicyConfig, SchedulePolicyConfig
 from pat_vllm.profile import Profile
 from pat_vllm.start.buffers import EngineShape
@@ -174,6 +175,11 @@ def _choose_layouts(vllm_config: VllmConfig, options: PATConfig) -> None:
         ranks,
         found_device(ranks),
         dtype_bytes=model.dtype.itemsize,
+        quantized=Quantized.of(
+            fields_of(model.hf_config),
+            model.quantization,
+            vllm_config.cache_config.cache_dtype,
+        ),
         load=expected_load(options, shape, ranks),
     )
     found = "; ".join(filter(None, (pinned + choice.found, choice.warning)))

@@ -15,12 +15,14 @@ from pat_vllm.layout import device_of
 from pat_vllm.models.layer_sizes import fields_of, linear_heads, may_have_experts
 from pat_vllm.models.model_rules import (
     KINDS_OF_MODELS,
+    KV_SCALE,
     QUANTIZATION,
     RUNNER,
     ModelFacts,
     ModelRule,
     Refused,
 )
+from pat_vllm.models.quantization import FP8_KV, kv_scale_of
 from pat_vllm.predictor.draft_schedule import DRAFTERS
 
 if TYPE_CHECKING:
@@ -166,6 +168,13 @@ def _attention_backend(vllm_config: VllmConfig) -> Any:
     return None
 
 
+def _layers_of_two_dtypes(vllm_config: VllmConfig) -> Any:
+    """The layers that keep their KV in the model's type while others keep it in 8 bits."""
+    cache = vllm_config.cache_config
+    skipped = cache.kv_cache_dtype_skip_layers
+    return skipped if skipped and cache.cache_dtype in FP8_KV else None
+
+
 def _images(vllm_config: VllmConfig) -> Any:
     """False, the value of `language_model_only`, where the model takes more than text. With limits
     of 0 for all modalities it takes text alone without the option, too."""
@@ -184,6 +193,7 @@ def facts_of(model: ModelConfig) -> ModelFacts:
         fields,
         runner=model.runner_type,
         quantization=model.quantization,
+        kv_scale=kv_scale_of(fields_of(model.hf_config)),
         is_encoder_decoder=model.is_encoder_decoder,
         is_mixture=model.is_moe and may_have_experts(fields),
         has_states=model.is_hybrid or model.has_inner_state or model.is_attention_free,
@@ -201,7 +211,7 @@ def _of_model(rule: ModelRule) -> Rule:
 
 
 _NIC_MAPPING = "VLLM_GPU_NIC_PCIE_MAPPING"
-_KV_DTYPES = ("auto", "float16", "bfloat16", "float32")
+_KV_DTYPES = ("auto", "float16", "bfloat16", "float32", *FP8_KV)
 # Reasons that several rules give.
 _ON_GPU = "layouts share weights on the GPU"
 _STAY = "a layout's experts stay where they are"
@@ -279,8 +289,14 @@ RULES = (
     Rule("kv_events_config", _kv_events, "None"),
     Rule("attention_backend", _attention_backend, "TRITON_ATTN"),
     _only("cache_config.cache_dtype", *_KV_DTYPES, option="kv_cache_dtype"),
+    Rule(
+        "kv_cache_dtype_skip_layers",
+        _layers_of_two_dtypes,
+        "[], with KV in fp8",
+    ),
     _of_model(RUNNER),
     _of_model(QUANTIZATION),
+    _of_model(KV_SCALE),
     Rule("language_model_only", _images, "True, of a class with a vision tower: its text alone"),
     _only("model_config.multimodal_config.enable_mm_embeds", False),
     # Rules for mixtures of experts. What only a built layer shows is refused by the workers

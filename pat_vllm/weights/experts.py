@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
-from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEActivationFormat
+from vllm.model_executor.layers.fused_moe.oracle import fp8
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import (
     UnquantizedMoeBackend,
     _get_priority_backends,
@@ -17,6 +17,16 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
     UnquantizedFusedMoEMethod,
+)
+from vllm.model_executor.layers.quantization.utils.quant_utils import (
+    GroupShape,
+    QuantKey,
+    create_fp8_quant_key,
+    kFp8Dynamic128Sym,
+    kFp8DynamicTensorSym,
+    kFp8DynamicTokenSym,
+    kFp8StaticChannelSym,
+    kFp8StaticTensorSym,
 )
 from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts
 
@@ -105,24 +115,24 @@ def what_slows(models: Iterable[tuple[str, nn.Module]]) -> Iterator[str]:
         for module in [next((m for m in model.modules() if isinstance(m, RoutedExperts)), None)]
         if module is not None
     ]
+    if not all(_run_by_triton(experts) for _, experts in one_of_each):
+        return
+    others: dict[str, list[str]] = {}
     untuned = []
-    for number, (name, experts) in enumerate(one_of_each):
-        method = experts.quant_method
-        if (
-            not isinstance(method, UnquantizedFusedMoEMethod)
-            or method.unquantized_backend is not UnquantizedMoeBackend.TRITON
-        ):
-            return
-        stock = backend_of_stock(experts.moe_config)
-        if number == 0 and stock is not UnquantizedMoeBackend.TRITON:
-            yield (
-                f"PAT runs experts with Triton, where vLLM alone would choose {stock.value}, which "
-                "lays them out in a way that layouts cannot share; what that costs is unknown"
-            )
+    for name, experts in one_of_each:
+        stock = backend_of_stock(experts)
+        if stock.name != "TRITON":
+            others.setdefault(stock.value, []).append(name)
         layer: Any = experts  # vLLM's class does not declare its weights
         count, _, width = layer.w2_weight.shape
-        if get_moe_configs(count, width, None) is None:
+        if get_moe_configs(count, width, *_tuned_for(experts.quant_method)) is None:
             untuned.append(f"{name} (E={count}, N={width})")
+    for backend, names in others.items():
+        yield (
+            f"PAT runs experts with Triton, where vLLM alone would choose {backend} in "
+            f"{', '.join(names)}, which lays them out in a way that layouts cannot share; what "
+            "that costs is unknown"
+        )
     if untuned:
         yield (
             "vLLM has no tuned Triton kernel on this device for the experts of the layouts "
@@ -131,14 +141,63 @@ def what_slows(models: Iterable[tuple[str, nn.Module]]) -> Iterator[str]:
         )
 
 
-def backend_of_stock(config: FusedMoEConfig) -> UnquantizedMoeBackend:
-    """The first of vLLM's backends for this platform that supports a layer; without one, Triton."""
-    form = FusedMoEActivationFormat.Standard
-    for backend in _get_priority_backends(config):
-        for kernel in backend_to_kernel_cls(backend):
-            if kernel.is_supported_config(kernel, config, None, None, form)[0]:
+def _run_by_triton(experts: RoutedExperts) -> bool:
+    method: Any = experts.quant_method
+    backend = getattr(method, "unquantized_backend", getattr(method, "fp8_backend", None))
+    return backend is not None and backend.name == "TRITON"
+
+
+def _tuned_for(method: Any) -> tuple[Any, ...]:
+    """The dtype, and rows and columns of blocks, by which vLLM names tuned kernels."""
+    if isinstance(method, UnquantizedFusedMoEMethod):
+        return (None,)
+    return "fp8_w8a8", *(block_of_scales(method) or ())
+
+
+def block_of_scales(method: Any) -> Sequence[int] | None:
+    """Rows and columns that share a scale, of experts in fp8 with scales for blocks."""
+    return getattr(method, "moe_block_shape", None) or getattr(method, "weight_block_size", None)
+
+
+def backend_of_stock(experts: RoutedExperts) -> Any:
+    """The first of vLLM's backends for this platform that supports a layer; without one, Triton.
+
+    Returns:
+        An `UnquantizedMoeBackend` or an `Fp8MoeBackend`.
+    """
+    config, method, form = experts.moe_config, experts.quant_method, _FORM
+    if isinstance(method, UnquantizedFusedMoEMethod):
+        for backend in _get_priority_backends(config):
+            for kernel in backend_to_kernel_cls(backend):
+                if kernel.is_supported_config(kernel, config, None, None, form)[0]:
+                    return backend
+        return UnquantizedMoeBackend.TRITON
+    keys, more = _keys_of(method)
+    for backend in fp8._get_priority_backends(config, *keys):
+        if backend is fp8.Fp8MoeBackend.VLLM_CUTLASS and not more:
+            continue
+        for kernel in fp8.backend_to_kernel_cls(backend):
+            if kernel.is_supported_config(kernel, config, *keys, form)[0]:
                 return backend
-    return UnquantizedMoeBackend.TRITON
+    return fp8.Fp8MoeBackend.TRITON
+
+
+_FORM = FusedMoEActivationFormat.Standard
+
+
+def _keys_of(method: Any) -> tuple[tuple[QuantKey, QuantKey], bool]:
+    """By which vLLM chooses kernels for experts in fp8, and whether its CUTLASS is among them."""
+    if block := block_of_scales(method):
+        key = create_fp8_quant_key(static=True, group_shape=GroupShape(*block))
+        return (key, kFp8Dynamic128Sym), False
+    if getattr(method, "per_out_ch_quant", False) or "channel" in _strategy(method):
+        return (kFp8StaticChannelSym, kFp8DynamicTokenSym), True
+    return (kFp8StaticTensorSym, kFp8DynamicTensorSym), bool(_strategy(method))
+
+
+def _strategy(method: Any) -> str:
+    """That of compressed-tensors; "": it is another's method."""
+    return str(getattr(getattr(method, "weight_quant", None), "strategy", "")).lower()
 
 
 def _reasons(experts: RoutedExperts) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Layers with fp8 weights: linear ones, experts, and the scales of attention's KV.
+"""Layers with fp8 weights: linear ones, and experts.
 
 What a scale stands for says how it is cut: one for all of a matrix is whole in every layout, one
 for each row is cut as the rows are, one for each block of a matrix in both directions. Scales are
@@ -13,21 +13,26 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
+import torch
 from torch import nn
 from vllm.model_executor.layers.fused_moe.oracle.fp8 import make_fp8_moe_kernel
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
-from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.model_executor.layers.quantization.utils import quant_utils
 
 from pat_vllm.layout import Place
 from pat_vllm.weights.cuts import has_own_loader, known_cuts, place_of, sharded_class
-from pat_vllm.weights.experts import expert_cuts, expert_place, why_not_shared
+from pat_vllm.weights.experts import (
+    block_of_scales,
+    expert_cuts,
+    expert_place,
+    why_not_shared,
+)
 from pat_vllm.weights.quantized import QuantizedLayer
 from pat_vllm.weights.shards import Cut
 from pat_vllm.weights.weight import WHOLE, Share, Weight
 
-_STATIC = "or use a static tensor_parallel_size without PAT"
+STATIC = "or use a static tensor_parallel_size without PAT"
 _ALIGNED = 16
 """Rows and columns of fp8 matrices come in multiples of it; else vLLM pads them for its kernels."""
 
@@ -66,6 +71,7 @@ KERNELS: dict[str, Kernel] = {
     "DeepGemmFp8BlockScaledMMKernel": Kernel(finish=_warm_up),
     "FlashInferFp8DeepGEMMDynamicBlockScaledKernel": Kernel(finish=_warm_up),
     "TritonFp8BlockScaledMMKernel": Kernel(strided=True),
+    "MarlinFP8ScaledMMLinearKernel": Kernel(),  # packs a matrix: see `MarlinFp8Linear`
 }
 """By vLLM's class names. Others pack a matrix in a way of their own."""
 
@@ -100,11 +106,11 @@ class Fp8Linear(QuantizedLayer):
             return None
         if type(module.quant_method).__name__ not in _LINEAR_METHODS:
             return None
-        kernel = _kernel_of(module)
+        kernel = kernel_of(module)
         if (name := type(kernel).__name__) not in KERNELS:
             raise ValueError(
                 f"{path} runs with {name}, whose form of quantized weights layouts cannot share: "
-                f"choose another kernel by linear_backend, {_STATIC}"
+                f"choose another kernel by linear_backend, {STATIC}"
             )
         _refuse_own_amax(path, module.quant_method)
         layer, weight = sharded_class(path, module), module.weight
@@ -119,7 +125,7 @@ class Fp8Linear(QuantizedLayer):
 
     @property
     def kernel(self) -> Kernel:
-        return KERNELS[type(_kernel_of(self.module)).__name__]
+        return KERNELS[type(kernel_of(self.module)).__name__]
 
     @property
     def cuts(self) -> tuple[Cut, ...]:
@@ -129,7 +135,7 @@ class Fp8Linear(QuantizedLayer):
         return known_cuts(self.path, self.module, "weight") or ()
 
     def check(self, places: Iterable[Place]) -> None:
-        _check_shards(self.path, self.cuts, max(self.unit, _ALIGNED), places)
+        check_shards(self.path, self.cuts, max(self.unit, _ALIGNED), places)
 
     def weights(self) -> Iterator[Weight]:
         cuts, rows = self.cuts, self._rows
@@ -140,8 +146,10 @@ class Fp8Linear(QuantizedLayer):
             if name == "weight":
                 share = "view" if self.kernel.strided else "block"
                 data = data.t() if transposed else data
+                self._check_size(data)
             elif data.dim() == 2 and self.unit > 1:
                 unit = self.unit
+                self._check_scales(name, data)
             elif data.numel() == rows:
                 own = tuple(cut for cut in cuts if cut.dim == 0)
             else:
@@ -159,7 +167,31 @@ class Fp8Linear(QuantizedLayer):
             )
 
     def finish(self, module: nn.Module) -> None:
-        self.kernel.finish(_kernel_of(module), module)
+        self.kernel.finish(kernel_of(module), module)
+
+    def _check_size(self, weight: torch.Tensor) -> None:
+        """Check that vLLM has not padded a matrix that layouts cut."""
+        module = self.module
+        if self.cuts and list(weight.shape) != [
+            module.output_size_per_partition,
+            module.input_size_per_partition,
+        ]:
+            raise ValueError(
+                f"{self.path}.weight is padded for its kernel to {tuple(weight.shape)}: layouts "
+                f"cannot share it. Choose another kernel by linear_backend, {STATIC}"
+            )
+
+    def _check_scales(self, name: str, scales: torch.Tensor) -> None:
+        """Check that there is one for each block, in order. DeepGEMM packs them on Blackwell."""
+        weight = self.module.weight
+        blocks = [-(-size // self.unit) for size in weight.shape]
+        in_order = scales.is_contiguous() or not any(scales.stride())  # or is not there yet
+        if list(scales.shape) != blocks or not in_order:
+            raise ValueError(
+                f"{self.path}.{name} is packed for its kernel, {tuple(scales.shape)} of "
+                f"{scales.dtype} in place of {blocks}: layouts cannot share it. Set "
+                f"VLLM_USE_DEEP_GEMM=0, {STATIC}"
+            )
 
     @property
     def _rows(self) -> int:
@@ -186,15 +218,15 @@ class Fp8Experts(QuantizedLayer):
         if module.moe_config.has_bias or not module.moe_config.is_act_and_mul:
             reasons.append("have biases or no gate: use another model")
         if (backend := method.fp8_backend.value) != "TRITON":
-            reasons.insert(0, f"are laid out for {backend}: set moe_backend='triton'")
+            where = " on a GPU that has fp8" if backend == "MARLIN" else ""
+            reasons.insert(0, f"are laid out for {backend}: set moe_backend='triton'{where}")
         for reason in reasons:
             raise ValueError(
                 f"{path} ({name}): PAT cannot derive experts for other layouts that {reason}, "
-                f"{_STATIC}"
+                f"{STATIC}"
             )
         # Where shards end inside a checkpoint's blocks, vLLM has scales for smaller ones.
-        block = getattr(method, "moe_block_shape", None) or method.weight_block_size
-        return cls(path, module, expert_place(module), _unit_of(path, block))
+        return cls(path, module, expert_place(module), _unit_of(path, block_of_scales(method)))
 
     def parameters(self) -> dict[str, nn.Parameter]:
         # The bias of the router's choice is the router's, which has it plain.
@@ -205,7 +237,7 @@ class Fp8Experts(QuantizedLayer):
         for name in ("w13_weight", "w2_weight"):
             cuts = expert_cuts(self.module, name) or ()
             unit = math.gcd(self.unit, _LEAST_BLOCK) if self.unit > 1 else _ALIGNED
-            _check_shards(f"{self.path}.{name}", cuts[1:], unit, places)
+            check_shards(f"{self.path}.{name}", cuts[1:], unit, places)
 
     def weights(self) -> Iterator[Weight]:
         for name, parameter in self.parameters().items():
@@ -232,56 +264,19 @@ class Fp8Experts(QuantizedLayer):
         )
 
 
-class KVScales(QuantizedLayer):
-    """The scales of attention's KV, in models with quantized weights.
-
-    A checkpoint's come in parameters, which processing puts into buffers and Python floats. Some
-    kernels read the ones, some the others.
-    """
-
-    @classmethod
-    def of(cls, path: str, module: nn.Module) -> Self | None:
-        if not isinstance(getattr(module, "quant_method", None), BaseKVCacheMethod):
-            return None
-        scheme = getattr(module.quant_method.quant_config, "kv_cache_scheme", None)
-        if scheme and scheme.get("strategy") == "attn_head":
-            raise ValueError(
-                f"{path} has a scale for each KV head, of which a layout has some: use a "
-                f"checkpoint with one scale for a layer's KV, {_STATIC}"
-            )
-        return cls(path, module, WHOLE)
-
-    def weights(self) -> Iterator[Weight]:
-        for name, buffer in self.module._buffers.items():
-            if buffer is not None and name not in self.module._non_persistent_buffers_set:
-                full_name = f"{self.path}.{name}"
-                yield Weight(full_name, buffer.data, (), WHOLE, self.module, name, "copy")
-
-    def check(self, places: Iterable[Place]) -> None:
-        """Every rank has them whole."""
-
-    def finish(self, module: Any) -> None:
-        self.renew()
-
-    def renew(self) -> None:
-        for name in _KV_SCALES:
-            value = getattr(self.module, f"_{name}").item()
-            if hasattr(self.module, f"_{name}_float"):
-                setattr(self.module, f"_{name}_float", value)
-            if (on_host := getattr(self.module, f"_{name}_cpu", None)) is not None:
-                on_host.fill_(value)
-
-
-_KV_SCALES = ("q_scale", "k_scale", "v_scale", "prob_scale")
 _LEAST_BLOCK = 32
 """The smallest blocks to which vLLM divides those of experts (`refine_fp8_moe_block_shape`)."""
 
 
-def _kernel_of(module: Any) -> Any:
-    """vLLM's kernel of a quantized linear layer."""
-    method = module.quant_method
-    scheme = getattr(module, "scheme", None)
-    for owner, name in ((method, "fp8_linear"), (scheme, "fp8_linear"), (method, "kernel")):
+def kernel_of(module: Any) -> Any:
+    """vLLM's kernel of a quantized linear layer; None: the module has none that PAT knows of."""
+    method, scheme = getattr(module, "quant_method", None), getattr(module, "scheme", None)
+    for owner, name in (
+        (method, "fp8_linear"),
+        (scheme, "fp8_linear"),
+        (scheme, "linear_kernel"),
+        (method, "kernel"),
+    ):
         if (kernel := getattr(owner, name, None)) is not None:
             return kernel
     return None
@@ -294,12 +289,12 @@ def _unit_of(path: str, block: Sequence[int] | None) -> int:
     if len(set(block)) > 1:
         raise ValueError(
             f"{path} has scales for blocks of {' x '.join(map(str, block))}: PAT derives those of "
-            f"square blocks only. Use a checkpoint with such blocks, {_STATIC}"
+            f"square blocks only. Use a checkpoint with such blocks, {STATIC}"
         )
     return int(block[0])
 
 
-def _check_shards(path: str, cuts: Iterable[Cut], unit: int, places: Iterable[Place]) -> None:
+def check_shards(path: str, cuts: Iterable[Cut], unit: int, places: Iterable[Place]) -> None:
     """Check that ranks in these places have whole blocks of `unit` rows or columns."""
     for cut in cuts:
         for place in places:
@@ -309,7 +304,7 @@ def _check_shards(path: str, cuts: Iterable[Cut], unit: int, places: Iterable[Pl
             except ValueError as error:
                 raise ValueError(
                     f"{path}, {error}, for tp={place.tp}: layouts cannot share fp8 weights whose "
-                    f"shards end inside a block. Leave tp={place.tp} out by pat.layouts, {_STATIC}"
+                    f"shards end inside a block. Leave tp={place.tp} out by pat.layouts, {STATIC}"
                 ) from error
 
 
@@ -319,5 +314,5 @@ def _refuse_own_amax(path: str, method: Any) -> None:
     if "Online" in type(method).__name__ and not hasattr(quant_utils, "amax_for_tp_weight_quant"):
         raise ValueError(
             f"{path}: this version of vLLM quantizes each rank's shard by its own largest value, "
-            f"so that layouts would differ: use vLLM 0.32 or later, an fp8 checkpoint, {_STATIC}"
+            f"so that layouts would differ: use vLLM 0.32 or later, an fp8 checkpoint, {STATIC}"
         )

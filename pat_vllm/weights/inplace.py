@@ -60,8 +60,7 @@ class InPlaceShards(WeightStrategy):
         """Columns that are together while a layout is arranged, of each matrix."""
         self._quantized: dict[str, QuantizedLayer] = {}
         """The base layout's layers with quantized weights."""
-        self._renewed: list[QuantizedLayer] = []
-        """Those of the other layouts."""
+        self._has_quantized = False
         self._arranged = self._base_layout
 
     # ---------------------------------------------------------------- start
@@ -82,7 +81,7 @@ class InPlaceShards(WeightStrategy):
             self._base[weight.name] = weight
             for cut in weight.cuts if weight.share != "copy" else ():
                 if cut.partition.nested and cut not in self._blocks:
-                    self._blocks[cut] = self._blocks_of(cut, weight.tensor.shape[cut.dim])
+                    self._blocks[cut] = self._blocks_of(cut, weight)
 
     @contextmanager
     def building(self) -> Iterator[None]:
@@ -111,13 +110,13 @@ class InPlaceShards(WeightStrategy):
 
     def fill(self, model: nn.Module) -> None:
         """Make each weight a view of the base layout's, or a copy."""
-        if not self._renewed:  # vLLM has processed the base layout's weights by now
+        if not self._has_quantized:  # vLLM has processed the base layout's weights by now
+            self._has_quantized = True
             self._take(chain.from_iterable(layer.weights() for layer in self._quantized.values()))
         keep_plain_weights(model)
         layers = quantized_layers(model)
         for path, layer in layers.items():
             layer.adopt(self._quantized[path])
-        self._renewed += layers.values()
         quantized = chain.from_iterable(layer.weights() for layer in layers.values())
         for weight, base in matching_weights(chain(model_weights(model), quantized), self._base):
             if weight.shared:
@@ -149,19 +148,20 @@ class InPlaceShards(WeightStrategy):
             for source, target in permutations(self._places, 2)
         }
 
-    def _blocks_of(self, cut: Cut, rows: int) -> dict[int, Block]:
+    def _blocks_of(self, cut: Cut, weight: Weight) -> dict[int, Block]:
         """Where each layout finds its shard of weights with this cut, by `Cut.ways`.
 
         Args:
-            rows: size of the base layout's weights along the cut dimension.
+            weight: such a weight of the base layout.
         """
-        padded = cut.padded()
+        padded, rows = cut.padded(), weight.tensor.shape[cut.dim]
         base = padded.shard(self._places[self._base_layout])
         pieces = {
             cut.ways(place): pieces_of(padded.shard(place), base) for place in self._places.values()
         }
         unit = common_unit(rows, pieces.values())
-        return {ways: block_of(of_layout, rows, unit) for ways, of_layout in pieces.items()}
+        banded = weight.share == "block" and cut.dim > 0
+        return {ways: block_of(own, rows, unit, banded) for ways, own in pieces.items()}
 
     def _view(self, weight: Weight, base: Weight) -> torch.Tensor:
         """The part of `base` in which `weight` lies while its layout is arranged."""
@@ -171,8 +171,7 @@ class InPlaceShards(WeightStrategy):
                 block = self._blocks[cut][cut.ways(weight.place)]
                 if base.share == "block" and cut.dim and block.size < view.shape[cut.dim]:
                     layout = next(at for at in self._places if at.tp == weight.place.tp)
-                    bands = view.shape[cut.dim] // block.size
-                    columns = ColumnBlock(view, bands, block.start // block.size)
+                    columns = ColumnBlock(view, block.start, block.size)
                     self._columns.setdefault(layout, []).append(columns)
                     view = columns.block
                 else:
@@ -205,8 +204,6 @@ class InPlaceShards(WeightStrategy):
                 weight.bind(weight.tensor)
         for weight, of_base in self._copies:
             derive(weight, of_base)
-        for layer in self._renewed:
-            layer.renew()
 
     def _move(self, source: Layout, target: Layout) -> ByteSwaps:
         """The swaps that lead from the order of one layout to that of another."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
+from pat_vllm.weights.kv_scales import KVScales
 from pat_vllm.weights.loaders import WeightStrategy
 from pat_vllm.weights.model_weights import matching_weights, model_weights, quantized_layers
 from pat_vllm.weights.weight import Weight, derive
@@ -24,6 +25,8 @@ class MaterializedShards(WeightStrategy):
     def check(self, model: nn.Module) -> None:
         super().check(model)
         for layer in quantized_layers(model).values():
+            if isinstance(layer, KVScales):
+                continue
             raise ValueError(
                 f"pat.weights is 'materialized', but {layer.path} has quantized weights, of which "
                 "layouts share one copy: set pat.weights='inplace' or 'auto'"

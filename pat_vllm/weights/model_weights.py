@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from torch import nn
-from vllm.model_executor.layers.attention import MLAAttention
+from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 from vllm.model_executor.layers.mamba.mamba_mixer2 import (
@@ -15,13 +15,15 @@ from vllm.model_executor.layers.mamba.mamba_mixer2 import (
 
 from pat_vllm.weights.cuts import cuts_of, has_loader_of, known_cuts, layer_class, place_of
 from pat_vllm.weights.experts import check_gates
-from pat_vllm.weights.fp8 import Fp8Experts, Fp8Linear, KVScales
+from pat_vllm.weights.fp8 import Fp8Experts, Fp8Linear
+from pat_vllm.weights.kv_scales import KV_SCALES, KVScales
+from pat_vllm.weights.marlin import MarlinFp8Linear, refuse_absorbed
 from pat_vllm.weights.quantized import QuantizedLayer
 from pat_vllm.weights.shards import Cut, EvenPartition, Partition
 from pat_vllm.weights.weight import WHOLE, Weight, shape_in
 
-KINDS: tuple[type[QuantizedLayer], ...] = (Fp8Linear, Fp8Experts, KVScales)
-"""The kinds of quantized weights that layouts can share."""
+KINDS: tuple[type[QuantizedLayer], ...] = (MarlinFp8Linear, Fp8Linear, Fp8Experts, KVScales)
+"""The kinds of quantized weights that layouts can share; the first that a layer is of counts."""
 
 
 def quantized_layer(path: str, module: nn.Module) -> QuantizedLayer | None:
@@ -44,7 +46,7 @@ def model_weights(model: nn.Module) -> Iterator[Weight]:
     """Every plain weight of a vLLM model, in module order, tied ones once for each module.
 
     Those of quantized layers have their form after vLLM has processed them: see
-    `QuantizedLayer.weights`.
+    `QuantizedLayer.weights`. Scales of the KV cache are none (`kv_scales.py`).
 
     Raises:
         ValueError: a module's weights cannot be derived for another layout.
@@ -53,6 +55,8 @@ def model_weights(model: nn.Module) -> Iterator[Weight]:
     for path, module in model.named_modules():
         if isinstance(module, MoERunner):
             check_gates(path, module)
+        elif isinstance(module, MLAAttention):
+            refuse_absorbed(path, module)
         if (quantized := quantized_layer(path, module)) is not None:
             for name, parameter in module.named_parameters(recurse=False):
                 if name not in quantized.parameters():  # such as one that another module has, too
@@ -63,8 +67,10 @@ def model_weights(model: nn.Module) -> Iterator[Weight]:
             sizes = module.key_dim, module.key_dim, module.value_dim
             convolutions[module.conv1d] = EvenPartition(sizes)
         parameters = {name: p for name, p in module._parameters.items() if p is not None}
-        if isinstance(module, MLAAttention):
-            parameters = {}  # vLLM makes them of `kv_b_proj`; see `renew_absorbed`
+        if isinstance(module, Attention | MLAAttention):
+            # Scales, until they are in buffers (`kv_scales.py`). And vLLM makes some of
+            # `kv_b_proj`; see `renew_absorbed`.
+            parameters = {}
         layer = layer_class(path, module) if parameters else None
         for name, parameter in parameters.items():
             full_name = f"{path}.{name}".lstrip(".")
@@ -81,7 +87,7 @@ def model_weights(model: nn.Module) -> Iterator[Weight]:
                 # Its kernels read the convolution's weight by this view.
                 cuts = known_cuts(full_name, module.conv1d, "weight") or ()
                 yield Weight(full_name, buffer.data, cuts, place_of(module), module, name)
-            elif name not in module._non_persistent_buffers_set:
+            elif name not in module._non_persistent_buffers_set and name not in KV_SCALES:
                 yield Weight(full_name, buffer.data, (), WHOLE, module, name)
 
 

@@ -87,10 +87,6 @@ class QuantizedLayer(ABC):
     def finish(self, module: nn.Module) -> None:
         """In place of vLLM's processing, when the weights are there."""
 
-    def renew(self) -> None:
-        """When the weights have changed: renew what vLLM keeps of them beside tensors."""
-        return
-
     def _replace(self, base: Weight) -> None:
         """Put an empty tensor of this layout's shape in a raw one's place."""
         shape = shape_in(base, self.place, self.unit if base.unit > 1 else 1)

@@ -83,12 +83,14 @@ def common_unit(rows: int, shards: Iterable[Sequence[Piece]]) -> int:
     return math.gcd(rows, *ends)
 
 
-def block_of(pieces: Sequence[Piece], rows: int, unit: int) -> Block:
+def block_of(pieces: Sequence[Piece], rows: int, unit: int, banded: bool = False) -> Block:
     """The block for a shard, placed where the fewest rows have to move from the original order.
 
     Args:
         pieces: from which rows of the storage (`src`) to which of the shard (`dst`) to copy.
         rows: number of rows of the storage.
+        banded: the block begins with a band of those that its size divides the storage into: at a
+            multiple of the greatest common divisor of both (see `ColumnBlock`).
     """
     units = tuple(
         row // unit
@@ -97,8 +99,11 @@ def block_of(pieces: Sequence[Piece], rows: int, unit: int) -> Block:
     )
     original = RowOrder.original(rows, unit)
     last = rows - len(units) * unit
-    # One of the parts stays where it is, unless the block would then reach out of the storage.
-    starts = {min(max(piece.src - piece.dst, 0), last) for piece in pieces}
+    if banded:
+        starts = set(range(0, last + 1, math.gcd(rows, len(units) * unit)))
+    else:
+        # One of the parts stays where it is, unless the block would then reach out of the storage.
+        starts = {min(max(piece.src - piece.dst, 0), last) for piece in pieces}
     blocks = (Block(start, units, unit) for start in sorted(starts))
     return min(blocks, key=lambda block: rows_moved(original.swaps_to(original.bring(block))))
 

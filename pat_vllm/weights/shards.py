@@ -48,6 +48,16 @@ class Shard:
             ),
         )
 
+    def times(self, length: int) -> Shard:
+        """The same part, of a tensor with `length` rows for each of these."""
+        return Shard(
+            self.size * length,
+            tuple(
+                Piece(piece.src * length, piece.dst * length, piece.length * length)
+                for piece in self.pieces
+            ),
+        )
+
 
 class Partition(ABC):
     """How one dimension of a layer's weight is cut. Those of a layer are equal in all layouts."""
@@ -169,6 +179,25 @@ class ExpertPartition(Partition):
             raise ValueError(f"{self.num_experts} experts cannot be spread over tp={tp}")
         each, more = divmod(self.num_experts, tp)
         return _shard([(tp_rank * each + min(tp_rank, more), each + (tp_rank < more))])
+
+
+@dataclass(frozen=True)
+class TiledPartition(Partition):
+    """A tensor that has a matrix in tiles, whose rows or columns are cut as `matrix` says.
+
+    Attributes:
+        dim: dimension of the tensor that counts tiles in the direction of that cut.
+        unit: rows, or columns, of a tile.
+        length: elements along `dim` for each tile.
+    """
+
+    matrix: Partition
+    dim: int
+    unit: int
+    length: int
+
+    def shard(self, tp: int, tp_rank: int) -> Shard:
+        return self.matrix.shard(tp, tp_rank).in_units(self.unit).times(self.length)
 
 
 @dataclass(frozen=True)

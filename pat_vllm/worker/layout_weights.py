@@ -10,8 +10,10 @@ import torch
 from torch import nn
 from vllm.model_executor.layers.attention import MLAAttention
 
+from pat_vllm.executor.messages import Refreshed
 from pat_vllm.patches.weights import refuse_load_weights
 from pat_vllm.weights.inplace import InPlaceShards
+from pat_vllm.weights.kv_scales import kv_scales, share_kv_scales
 from pat_vllm.weights.loaders import BASE_FORMAT, DERIVED_FORMAT, WeightStrategy, load_config_of
 from pat_vllm.weights.materialized import MaterializedShards
 from pat_vllm.weights.opened_reload import OpenedReload
@@ -60,10 +62,12 @@ class LayoutWeights:
         """Free what only loading needed. Guard weights that cannot be updated against updates.
 
         Raises:
-            ValueError: vLLM has made the weights unfit for the `weights` option.
+            ValueError: vLLM has made the weights unfit for the `weights` option, or layouts cannot
+                share the scales of the KV cache.
         """
         self._strategy.release()
         model = self._base.runner.get_model()
+        self._kv_scales = self._share_kv_scales()
         try:
             self._strategy.check(model)
         except ValueError:
@@ -101,7 +105,7 @@ class LayoutWeights:
         """
         return self._strategy.arrange(layout)
 
-    def refresh(self, active: Layout) -> bool:
+    def refresh(self, active: Layout) -> Refreshed:
         """Give every other layout the base layout's weights; then put those of `active` in place.
 
         Collective over all ranks.
@@ -111,16 +115,25 @@ class LayoutWeights:
             `start_weight_update` on: the base layout's model has none where they are missing.
         """
         if len(self._runtimes) == 1 or self._packed:
-            return True
+            return Refreshed.DONE
         base, *others = (runtime.runner.get_model() for runtime in self._runtimes)
         # Attention layers have buffers only, which come back with the finish.
         if any(tensor.is_meta for tensor in chain(base.parameters(), base.buffers())):
-            return False
+            return Refreshed.MISSING
         self._strategy.refresh(base, others)
         for model in (base, *others):
             renew_absorbed(model)
         self._strategy.arrange(active)
-        return True
+        before, self._kv_scales = self._kv_scales, self._share_kv_scales()
+        same = before == self._kv_scales
+        return Refreshed.DONE if same else Refreshed.WITH_OTHER_KV_SCALES
+
+    def _share_kv_scales(self) -> list[float]:
+        """Give every layout the base layout's scales of the KV cache, and return them."""
+        base, *others = (runtime.runner.get_model() for runtime in self._runtimes)
+        for model in others:
+            share_kv_scales(model, base)
+        return kv_scales(base)
 
 
 @torch.no_grad()

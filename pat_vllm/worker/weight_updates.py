@@ -10,7 +10,7 @@ import cloudpickle
 import torch
 from vllm.logger import init_logger
 
-from pat_vllm.executor.messages import CallFailed
+from pat_vllm.executor.messages import CallFailed, Refreshed
 from pat_vllm.weights.loaders import change_user_config
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class WeightUpdatesMixin(_Base):
         self._synchronize_device()
 
     @torch.inference_mode()
-    def pat_refresh_weights(self) -> bool:
+    def pat_refresh_weights(self) -> Refreshed:
         """As `LayoutWeights.refresh`, and wait for the device. Collective."""
         if self._weights.loading:
             active = self._active

@@ -51,6 +51,14 @@ FP8 = EngineSpec("fp8", "fp8_blocks", 4, IN_PLACE, UPDATES | WHOLE_PROMPTS)
 FP8_MIXTURE = EngineSpec(
     "fp8 mixture", "fp8_moe_blocks", 2, IN_PLACE | CUT, UPDATES | WHOLE_PROMPTS
 )
+# Quantized when loaded, or in the checkpoint, with activations in fp8.
+FP8_ONLINE, FP8_CHANNELS = (
+    EngineSpec(name, model, ranks, IN_PLACE, WHOLE_PROMPTS | {"dtype": "bfloat16"} | options)
+    for name, model, ranks, options in (
+        ("fp8 online", "fp8", 4, {"quantization": "fp8_per_channel"}),
+        ("fp8 channels", "fp8_channels", 2, {}),
+    )
+)
 FEW_KV_HEADS = EngineSpec(
     "few KV heads", "llama_few_kv", 4, IN_PLACE | {"base_tp": 2}, WHOLE_PROMPTS
 )
@@ -103,6 +111,20 @@ LINEAR_PACKED = EngineSpec(
 )
 # Text alone of a class for images, whose positions are threefold, and published names its own.
 VISION = EngineSpec("vision", "qwen2_5_vl", 2, IN_PLACE, UPDATES | WHOLE_PROMPTS)
+# KV in 8 bits, of both kinds; and windows with it.
+FP8_KV, FP8_WINDOWS = (
+    EngineSpec(
+        f"fp8 KV{name}",
+        model,
+        2,
+        MIGRATE | {"weights": weights},
+        options | WHOLE_PROMPTS | {"kv_cache_dtype": dtype},
+    )
+    for name, model, weights, dtype, options in (
+        ("", "qwen3", "inplace", "fp8_e5m2", UPDATES),
+        (" and windows", "gemma3", "materialized", "fp8", {}),
+    )
+)
 # Pools of 24 blocks: a group of two, with one KV head for both ranks, holds no more than a replica.
 SMALL_KV = EngineSpec(
     "small KV", "llama_one_kv", 2, MIGRATE, {"kv_cache_memory_bytes": 24 * 3 * 32 * (2 * 32 * 4)}

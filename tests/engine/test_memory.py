@@ -16,6 +16,7 @@ import pat_vllm
 from pat_vllm.kv_transfer.plan import ROUNDS
 from pat_vllm.modelled.gpus import Device
 from pat_vllm.models.model_size import ModelSize
+from pat_vllm.models.quantization import Quantized
 from pat_vllm.start.buffers import EngineShape, all_buffers
 from pat_vllm.start.memory_estimate import estimate, staged_share
 from pat_vllm.start.setup import Setup
@@ -153,7 +154,8 @@ def arithmetic_of(llm: Any) -> tuple[ModelSize, EngineShape]:
         attention="CPU_ATTN",
         num_speculative_tokens=speculative.num_speculative_tokens if speculative else 0,
     )
-    return ModelSize.of(model, dtype_bytes=4), engine
+    quantized = Quantized.of(model, kv_cache_dtype=config.cache_config.cache_dtype)
+    return ModelSize.of(model, dtype_bytes=4, quantized=quantized), engine
 
 
 def check_allocated(llm: Any) -> None:

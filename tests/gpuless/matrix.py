@@ -20,6 +20,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterable
+from dataclasses import replace as changed
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,6 +32,7 @@ from tests.gpuless.replaced import replace
 
 AUTOTUNING = "autotuning"
 COMPILE_RANGES = "compile ranges"
+KV_IN_8_BITS = "KV in 8 bits"
 MIXTURE = "mixture"
 MODELS = {
     "gqa": (32, 8, 16),
@@ -52,6 +54,8 @@ ROCM = (
     SHUFFLED,
     "ROCM_AITER_UNIFIED_ATTN",
 )
+IN_8_BITS = ("fp8", "fp8_e5m2")
+"""Values of `kv_cache_dtype`."""
 RUNNERS = ("v1", "v2")
 GIVEN_ENDS: tuple[list[int] | None, ...] = (None, [100, 1000], [256, 4096])
 """Ends of compile ranges that a user has given; some are vLLM's at another tp."""
@@ -94,6 +98,9 @@ def _decide(platform: str, out: str) -> None:
         _cases(add, _others(platform), ["v2"], ["gqa"])
     else:
         _cases(add, ["default"], ["v2"], ["gqa", "defaults"])
+    for backend, dtype in itertools.product(("default", "TRITON_ATTN"), IN_8_BITS):
+        case = {"backend": backend, "model": "gqa", "kv_cache_dtype": dtype}
+        add(KV_IN_8_BITS, **case, **_outcome(backend, "v2", "gqa", kv_cache_dtype=dtype))
 
 
 def _others(platform: str) -> list[str]:
@@ -131,6 +138,7 @@ def _mixture() -> dict[str, Any]:
         RoutingMethodType,
     )
     from vllm.model_executor.layers.fused_moe.fused_moe import get_config_file_name
+    from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
     from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
@@ -170,7 +178,17 @@ def _mixture() -> dict[str, Any]:
         (Path(folder) / get_config_file_name(128, 96, None)).write_text("{}")
         models = {"tp8": model(128, 96), "tp2dp4": model(64, 768)}
         lines = list(what_slows(models.items()))
-    return {"stock": backend_of_stock(config).value, "lines": lines}
+    quantized = {}
+    for block in (None, [128, 128]):
+        experts: Any = model(128, 768)[0]
+        experts.quant_method = SimpleNamespace(
+            fp8_backend=Fp8MoeBackend.TRITON, weight_block_size=block, per_out_ch_quant=False
+        )
+        spread = changed(config.moe_parallel_config, use_ep=True, ep_size=4)
+        for name, parallel in (("cut", config.moe_parallel_config), ("spread", spread)):
+            experts.moe_config = changed(config, moe_parallel_config=parallel)
+            quantized[f"{name} {block}"] = backend_of_stock(experts).value
+    return {"stock": backend_of_stock(models["tp8"][0]).value, "lines": lines, "fp8": quantized}
 
 
 def _keys_of_tuning(add: Add) -> None:
@@ -226,10 +244,10 @@ def _cases(
                 add("case", **case)
 
 
-def _outcome(backend: str, runner: str, model: str) -> dict[str, Any]:
+def _outcome(backend: str, runner: str, model: str, **options: Any) -> dict[str, Any]:
     refused_by = "front end"
     try:
-        engine = engine_config(backend, runner, model)
+        engine = engine_config(backend, runner, model, **options)
         refused_by = "worker"
         return _serve(engine, runner)
     except ValueError as error:
@@ -376,16 +394,18 @@ def _runner(kind: str, config: Any) -> Any:
 def _Attention(config: Any) -> Any:
     """vLLM's attention layer, without the kernels that its constructor asks for."""
     from vllm.model_executor.layers.attention import Attention
+    from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
     from vllm.v1.attention.backend import AttentionType
     from vllm.v1.attention.selector import get_attn_backend
 
     model, parallel = config.model_config, config.parallel_config
+    dtype = config.cache_config.cache_dtype
     layer: Any = Attention.__new__(Attention)
     vars(layer).update(
-        attn_backend=get_attn_backend(model.get_head_size(), model.dtype, "auto"),
+        attn_backend=get_attn_backend(model.get_head_size(), model.dtype, dtype),
         attn_type=AttentionType.DECODER,
-        kv_cache_dtype="auto",
-        kv_cache_torch_dtype=model.dtype,
+        kv_cache_dtype=dtype,
+        kv_cache_torch_dtype=kv_cache_dtype_str_to_dtype(dtype, model),
         kv_sharing_target_layer_name=None,
         sliding_window=None,
         num_kv_heads=model.get_num_kv_heads(parallel),

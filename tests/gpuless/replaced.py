@@ -71,7 +71,7 @@ _WHY: dict[str, dict[str, str]] = {
         "dist_backend": "gloo in place of NCCL",
         "get_global_graph_pool graph_pool_handle": _NO_GPU,
         "is_fully_connected": f"{_NO_GPU}; the question is noted",
-        "is_pin_memory_available num_compute_units": _NO_GPU,
+        "is_device_capability is_pin_memory_available num_compute_units": _NO_GPU,
         "update_block_size_for_backend": _MODEL + _START,
     },
     "vllm.utils.mem_utils:": {"current_platform": _ON_GPU, "gc": _GARBAGE},

@@ -19,6 +19,7 @@ from vllm.model_executor.model_loader.reload import (
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
+from pat_vllm.executor.messages import Refreshed
 from pat_vllm.layout import Layout
 from pat_vllm.start.setup import Setup
 from pat_vllm.worker.layout_config import layout_config
@@ -61,7 +62,7 @@ def test_layouts_wait_for_whole_weights() -> None:
     base, other = TwoLayers(), TwoLayers()
     strategy = Halves()
     weights: Any = LayoutWeights.__new__(LayoutWeights)
-    weights._strategy, weights._packed = strategy, False
+    weights._strategy, weights._packed, weights._kv_scales = strategy, False, []
     weights._runtimes = [
         SimpleNamespace(runner=SimpleNamespace(get_model=lambda model=model: model))
         for model in (base, other)
@@ -77,13 +78,13 @@ def test_layouts_wait_for_whole_weights() -> None:
         initialize_layerwise_reload(base)
         for name in ("first", "second"):
             before = [weight.clone() for weight in other.parameters()]
-            assert weights.refresh(PAIRS) is False, "weights are missing"
+            assert weights.refresh(PAIRS) is Refreshed.MISSING
             assert strategy.arranged == 1, "the rest is to come to the base layout"
             assert all(map(torch.equal, before, other.parameters()))
             weight = getattr(base, name).weight
             weight.weight_loader(weight, torch.full((2, 2), value))
         finalize_layerwise_reload(base, SimpleNamespace(dtype=torch.float32))
-        assert weights.refresh(PAIRS) is True
+        assert weights.refresh(PAIRS) is Refreshed.DONE
         assert strategy.arranged == 2 and whole()
         assert bool((base.second.weight == value).all())
 

@@ -106,6 +106,11 @@ IN_PLACE_ENGINES = [
     switching("llama_few_kv", 4, runner=2, base_tp=2),
     switching("qwen3_moe", 2, runner=2, experts="ep"),
     switching("gpt_oss", 2, runner=2),
+    # Weights in fp8, taken apart in 32 bits; at tp=4 experts' shards end inside blocks of scales.
+    switching("fp8_moe_blocks", 4),
+    switching("fp8_moe_blocks", 2, experts="ep"),
+    switching("fp8_latent_blocks", 2),
+    switching("fp8_blocks", 2, runner=2),
 ]
 pytestmark = pytest.mark.engine(*IN_PLACE_ENGINES, COPIES, *COPIED_MIXTURES)
 ENGINES = {

@@ -83,8 +83,8 @@ def scaled_mm(
     out_dtype: torch.dtype | None = None,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """What torch's operation gives, in whatever order it adds."""
-    result = (a.float() @ b.float()) * scale_a * scale_b
+    """What torch's operation gives, in whatever order it adds: one order, whatever the strides."""
+    result = torch.nn.functional.linear(a.float(), b.t().contiguous().float()) * scale_a * scale_b
     if bias is not None:
         result = result + bias
     return result.to(out_dtype)

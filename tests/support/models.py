@@ -57,6 +57,7 @@ _FP8: dict[str, Any] = dict(
 _FP8_LATENT: dict[str, Any] = dict(
     _FP8, arch="deepseek_v3", heads=8, kv_heads=8, expert_intermediate=512, gain=2.0
 )
+_FP8_TILES: dict[str, Any] = dict(_FP8, arch="qwen3", heads=8, intermediate=1024, layers=1)
 _FP8_EXPERTS: dict[str, Any] = dict(_FP8, arch="qwen3_moe", expert_intermediate=256)
 
 # What each one is for: see the comment. Everything not named is `make_model`'s default.
@@ -168,6 +169,11 @@ SPECS: dict[str, dict[str, Any]] = {
     "fp8_moe_updated": dict(_FP8_EXPERTS, seed=1),
     "fp8_latent": _FP8_LATENT,
     "fp8_latent_updated": dict(_FP8_LATENT, seed=1),
+    # For Marlin: every rank of four has whole tiles of q, k and v each, and at least two blocks of
+    # 128 columns; the second one with biases.
+    "fp8_tiles": _FP8_TILES,
+    "fp8_tiles_updated": dict(_FP8_TILES, seed=1),
+    "fp8_tiles_bias": dict(_FP8, arch="qwen2", hidden=512, heads=8, layers=1, gain=3.0),
     # For schedulers of eight ranks, which only read its config.
     "eight_kv_heads": dict(arch="qwen3", heads=8, kv_heads=8, max_position_embeddings=16_384),
     # So few tokens that the law of sampled text can be computed. Most likely goes on in its phrase.
@@ -188,7 +194,7 @@ SPECS: dict[str, dict[str, Any]] = {
 # The same, quantized: every rank of four has whole blocks of 128 x 128, but of experts.
 FP8: dict[str, tuple[str, Any]] = {
     f"{name}_{by.__name__.removeprefix('by_')}{updated}": (name + updated, by)
-    for name in ("fp8", "fp8_moe", "fp8_latent")
+    for name in ("fp8", "fp8_moe", "fp8_latent", "fp8_tiles")
     for by in (by_blocks, by_channels, by_tensors, by_modelopt)
     for updated in ("", "_updated")
 }

@@ -175,15 +175,15 @@ SIZES: dict[str, tuple[float, dict[str, Any]]] = {
 """Billions of parameters by the models' cards, and the config."""
 
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
-    "fp8-checkpoint": (
-        "quantization='fp8' (allowed: None (unquantized weights; of gpt-oss a bfloat16 checkpoint, "
-        "not MXFP4))",
+    "awq-checkpoint": (
+        "quantization='awq' (allowed: None, fp8, ",
         {
             **_QWEN,
             "quantization_config": {
-                "quant_method": "fp8",
-                "activation_scheme": "dynamic",
-                "weight_block_size": [128, 128],
+                "quant_method": "awq",
+                "bits": 4,
+                "group_size": 128,
+                "zero_point": True,
             },
         },
     ),

@@ -30,6 +30,7 @@ class Executor:
         return TransferRates(1e9, {Layout.of(tp, RANKS): 1e4 for tp in (1, 2, 4, 8)})
 
     is_sleeping = False
+    kv_is_void = False
 
     def refresh_weights(self) -> bool:
         """There are none."""

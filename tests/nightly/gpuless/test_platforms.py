@@ -11,6 +11,8 @@ from tests.gpuless.matrix import (
     COMPILE_RANGES,
     CUDA,
     GIVEN_ENDS,
+    IN_8_BITS,
+    KV_IN_8_BITS,
     MIXTURE,
     MODELS,
     ROCM,
@@ -34,6 +36,11 @@ FIRST_CHOICE = {
     "gfx950": "TritonAttentionBackend",
     "gfx1201": "TritonAttentionBackend",
 }
+OF_8_BITS = {
+    **dict.fromkeys(("sm80", "sm89", "sm90", "sm100", "sm103", "sm120"), "FlashInferBackend"),
+    **{name: "TritonAttentionBackend" for name, of in FIRST_CHOICE.items() if "Triton" in of},
+}
+"""With KV in 8 bits; but on sm90 FlashAttention serves e4m3."""
 REFUSED = {
     "ROCM_ATTN": ("front end", "attention_backend='ROCM_ATTN'", "TRITON_ATTN"),
     "ROCM_SEGMENTED_ATTN": ("front end", "attention_backend='ROCM_SEGMENTED_ATTN'", "TRITON_ATTN"),
@@ -77,6 +84,11 @@ def check_case(case: dict[str, Any]) -> None:
     elif backend in ("ROCM_AITER_FA", "TRITON_ATTN"):
         assert case["served_by"].startswith(("AiterFlash", "Triton")), case
         assert case["served_by"].startswith("Triton") == (backend == "TRITON_ATTN"), case
+    check_views(case)
+
+
+def check_views(case: dict[str, Any]) -> None:
+    """Whether blocks of each layout are those of the base layout, divided."""
     assert case["kv_layout"] in ("LBNHC", "LBHNC")
     kv_heads = MODELS[case["model"]][1]
     of_base = case["views"]["1"]
@@ -109,6 +121,22 @@ def test_a_default_start_and_every_other_backend(lines: Lines, platform: str) ->
         check_case(case)
 
 
+@pytest.mark.parametrize("platform", [*PLATFORMS, *DEFAULTS_ONLY])
+def test_kv_in_8_bits_is_served(lines: Lines, platform: str) -> None:
+    """By what vLLM takes for it, and by Triton."""
+    for dtype in IN_8_BITS:
+        cases = of(lines, what=KV_IN_8_BITS, platform=platform, kv_cache_dtype=dtype)
+        assert {case["backend"] for case in cases} == {"default", "TRITON_ATTN"}
+        for case in cases:
+            chosen = OF_8_BITS[platform]
+            if (platform, dtype) == ("sm90", "fp8"):
+                chosen = "FlashAttentionBackend"
+            if case["backend"] == "TRITON_ATTN":
+                chosen = "TritonAttentionBackend"
+            assert case.get("served_by") == chosen, case
+            check_views(case)
+
+
 @pytest.mark.parametrize(("platform", "size"), [("sm100", 128), ("sm90", 64)])
 def test_blocks_of_flashinfer(lines: Lines, platform: str, size: int) -> None:
     """Large on Blackwell, where it says other sizes with a config than without."""
@@ -124,6 +152,11 @@ def test_what_slows_experts_is_said(lines: Lines, platform: str) -> None:
     assert "tp2dp4 (E=64, N=768)" in untuned and "tp8" not in untuned
     assert (platform == "sm100") == (row["stock"] != "TRITON") == bool(other), row
     assert all(row["stock"] in line for line in other)
+    # Experts in fp8: on Hopper vLLM's choice differs between layouts that cut and spread them.
+    spread = {"sm80": "MARLIN", "sm90": "FLASHINFER_CUTLASS", "sm100": "FLASHINFER_TRTLLM"}
+    chosen = {"sm80": "MARLIN", "sm100": "FLASHINFER_TRTLLM"}.get(platform, "TRITON")
+    assert row["fp8"]["spread [128, 128]"] == spread.get(platform, chosen)
+    assert row["fp8"]["cut [128, 128]"] == chosen
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)

@@ -107,6 +107,33 @@ def test_lengths_are_sampled_and_the_seed_says_which() -> None:
 # ---------------------------------------------------------------- what is asked
 
 
+def test_all_engines_that_are_compared_keep_the_same_in_8_bits() -> None:
+    """KV takes half the memory, and reading it half the time; weights as well, but for the head."""
+    options = replace(SMALL, gpus=4)
+    in_kv = replace(options, kv_cache_dtype="fp8")
+    plain, kv, both = map(advise, (options, in_kv, replace(in_kv, quantization="fp8")))
+    for less, more in ((plain, kv), (kv, both)):
+        for one, other in zip(less.engines.static, more.engines.static, strict=True):
+            assert one.layout == other.layout and one.kv_tokens < other.kv_tokens
+        pairs = [*zip(more.pat, less.pat, strict=True)]
+        for each, seconds in less.static.items():
+            pairs += zip(more.static[each], seconds, strict=True)
+        assert all(ours < theirs for ours, theirs in pairs)
+    first, halved = (advice.engines.static[0].kv_tokens for advice in (plain, kv))
+    assert halved == pytest.approx(2 * first, rel=0.001)
+    assert both.engines.title.endswith("(pcie), quantization=fp8, kv_cache_dtype=fp8")
+
+
+def test_a_measured_engines_dtypes_are_in_its_settings(tmp_path: Path) -> None:
+    modelled = modelled_profile("llama-3.1-8b", "H100", 2)
+    key = {**modelled.key, "kv_cache_dtype": "fp8_e5m2", "quantization": None}
+    modelled.model_copy(update={"kind": "measured", "key": key}).save(tmp_path / "measured.json")
+    options = AdviseOptions(profile=tmp_path / "measured.json", responses=32, max_tokens=64)
+    assert advise(options).engines.dtypes == {"kv_cache_dtype": "fp8_e5m2"}
+    with pytest.raises(ValueError, match="--kv-cache-dtype and --profile exclude each other"):
+        advise(replace(options, kv_cache_dtype="fp8"))
+
+
 def sizes(advice: Advice) -> list[int]:
     return [engine.layout.tp for engine in advice.engines.static]
 
@@ -238,6 +265,20 @@ def test_settings_of_a_class_with_a_tower_are_for_its_text_alone(
         assert "# WITHOUT language_model_only=True of the other forms" in forms["OpenRLHF"]
 
 
+def test_settings_name_what_is_in_8_bits(tail: Advice, equal: Advice) -> None:
+    dtypes = {"quantization": "fp8_per_channel", "kv_cache_dtype": "fp8"}
+    for advice in (tail, equal):
+        plain = settings(advice, "MODEL", 256)
+        assert not any("fp8" in text for text in plain.values())
+        forms = settings(replace(advice, engines=replace(advice.engines, dtypes=dtypes)), "MODEL")
+        assert arguments_of(forms["LLM"]).items() >= dtypes.items()
+        assert "--quantization fp8_per_channel" in forms["vllm serve"]
+        assert "--kv-cache-dtype fp8" in forms["vllm serve"]
+        assert "rollout.quantization=fp8 " in forms["VeRL"]
+        assert "+actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_dtype=fp8" in forms["VeRL"]
+        assert "# WITHOUT kv_cache_dtype=fp8 of the other forms" in forms["OpenRLHF"]
+
+
 @pytest.mark.parametrize("experts", ["tp", "ep"])
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_static_settings_keep_experts_as_they_were_computed(
@@ -297,6 +338,8 @@ def test_what_an_engine_would_warn_of_is_said() -> None:
         (("--output", "/nowhere/a.json"), "--output is /nowhere/a.json; /nowhere is no directory"),
         (("--max-tokens", "9000000"), "no layout has memory for a request of 9,000,512 tokens"),
         (("--profile", "mine.json"), "--gpu and --profile exclude each other"),
+        (("--kv-cache-dtype", "nvfp4"), "--kv-cache-dtype is 'nvfp4'; allowed is auto, fp8, fp8_"),
+        (("--quantization", "awq"), "--quantization is 'awq'; allowed is fp8, fp8_per_tensor, fp8"),
     ],
 )
 def test_errors_name_option_value_and_what_is_allowed(

@@ -100,8 +100,14 @@ def test_graphs_that_were_not_captured_are_no_success(
     assert f"cudagraph_mode FULL, {graphs} graphs a rank" in engine.events.file.getvalue()
 
 
-def test_rounding_is_known_before_anything_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine of tensor parallelism 2 gives the first of stock vLLM's tokens another score."""
+@pytest.mark.parametrize(
+    ("options", "on_cpu"), [({}, False), ({"kv_cache_dtype": "fp8_e5m2"}, True)]
+)
+def test_rounding_is_known_before_anything_is_compared(
+    options: dict[str, Any], on_cpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine of tensor parallelism 2 gives the first of stock vLLM's tokens another score, in 16
+    bits or with KV in 8."""
     engines: list[dict[str, Any]] = []
 
     def start(engine: dict[str, Any]) -> MagicMock:
@@ -115,7 +121,8 @@ def test_rounding_is_known_before_anything_is_compared(monkeypatch: pytest.Monke
     scores = [REFERENCE.forced, ((-0.1, -0.23), (-1.0,)), REFERENCE.forced]
     monkeypatch.setattr(examination, "score", lambda *_: scores[len(engines) - 1])
     examined = Examination(Request(2), Path("of"), Events())
-    examined.engine, examined.prompts = Request(2).with_pat("of/weights", on_cpu=False), ((1, 2),)
+    request = Request(2, engine=options)
+    examined.engine, examined.prompts = request.with_pat("of/weights", on_cpu), ((1, 2),)
     for name in ("make_models", "options"):
         monkeypatch.setattr(examined, name, str)
     assert run_checks(examined.checks(), examined.events)

@@ -54,6 +54,17 @@ def test_a_device_is_known_by_name_and_memory(
     assert named(name, mib, capability) == key
 
 
+def test_gpus_from_ada_on_multiply_twice_as_fast_in_8_bits() -> None:
+    """By NVIDIA's and AMD's datasheets, dense: H100 SXM 1979 TFLOPS, L4 242, RTX 4090 330, B200
+    4500, MI300X 2615. Older ones multiply in 16 bits."""
+    peaks = {name: GPUS[name].fp8_flops / 1e12 for name in GPUS}
+    for name, expected in {
+        "H100": 1979, "L4": 242, "RTX 4090": 330, "B200": 4500, "MI300X": 2615,
+        "A100": 312, "A40": 150, "RTX 3090": 71,
+    }.items():  # fmt: skip
+        assert peaks[name] == pytest.approx(expected, rel=0.003), name
+
+
 def test_every_known_gpu_is_one_that_advise_takes() -> None:
     for name, gpu in GPUS.items():
         assert known_gpu(gpu.device) == gpu and gpu_named(name.lower().replace(" ", "-")) == name

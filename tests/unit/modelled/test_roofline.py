@@ -12,9 +12,15 @@ import pytest
 
 from pat_vllm.layout import Layout
 from pat_vllm.modelled.gpus import GPUS
-from pat_vllm.modelled.roofline import MEMORY_EFFICIENCY, SWITCH_FIXED, Machine
+from pat_vllm.modelled.roofline import (
+    COMPUTE_EFFICIENCY,
+    MEMORY_EFFICIENCY,
+    SWITCH_FIXED,
+    Machine,
+)
 from pat_vllm.models.known_models import MODEL_SHAPES
 from pat_vllm.models.model_size import ModelSize
+from pat_vllm.models.quantization import PLAIN, Quantized
 from pat_vllm.profile import Profile
 from pat_vllm.start.buffers import EngineShape
 from pat_vllm.start.memory_estimate import estimate
@@ -198,6 +204,52 @@ def test_wrong_options_are_errors_that_list_the_allowed(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         modelled_profile(model, gpu, ranks, **options)
+
+
+@pytest.mark.parametrize("gpu", ["H100", "A100"])
+def test_steps_read_fewer_bytes_and_multiply_faster_where_a_gpu_can(gpu: str) -> None:
+    """The head is as it was; so are attention's operations, all-reduces and what sampling takes."""
+    layout, figures = Layout(1, 8), GPUS[gpu]
+    plain, kv, weights = (
+        Machine(ModelSize.of(MODEL_SHAPES["qwen3-8b"], quantized=quantized), figures)
+        for quantized in (PLAIN, Quantized(kv_bytes=1), Quantized(weight_bytes=1))
+    )
+    read = figures.bandwidth * MEMORY_EFFICIENCY
+    # Steps that all but read.
+    long = (1, 1_000_000)
+    saved = plain.step(layout, *long) - kv.step(layout, *long)
+    assert saved == pytest.approx(1e6 * kv.model.kv_bytes_per_token(1) / read, rel=0.02)
+    saved = plain.step(layout, 1, 1) - weights.step(layout, 1, 1)
+    assert saved == pytest.approx(plain.model.layer_weights(1) / read, rel=0.02)
+    # And one that all but computes.
+    prompt, quantized = (each.step(layout, 0, 0, prefill=8192) for each in (plain, weights))
+    computing = 2 * plain.model.layer_weights(1) * 8192 / (figures.flops * COMPUTE_EFFICIENCY)
+    twice = figures.fp8_flops == 2 * figures.flops
+    assert prompt - quantized == pytest.approx(computing / 2 if twice else 0, abs=0.02 * computing)
+    # A switch moves half of what is quantized.
+    tp1, tp2 = Layout(1, 8), Layout(2, 4)
+    half, whole = (each.moved(tp1, tp2) for each in (kv, plain))
+    assert 2 * half == whole == weights.moved(tp1, tp2)
+    _, moved = plain.switch_parts(tp1, tp2, 8, 800, tp1)
+    _, fewer = weights.switch_parts(tp1, tp2, 8, 800, tp1)
+    assert moved - fewer == pytest.approx(2 * plain.model.layer_weights(2) / read)
+
+
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "deepseek-v2-lite"])
+def test_experts_are_read_in_their_bytes_and_routers_in_the_models(name: str) -> None:
+    """And decoding reads the copies of latent attention in place of what they are made of."""
+    gpu, layout = GPUS["H200"], Layout(1, 8)
+    plain, fewer = (
+        Machine(ModelSize.of(MODEL_SHAPES[name], quantized=quantized), gpu, "tp")
+        for quantized in (PLAIN, Quantized(weight_bytes=1))
+    )
+    size, experts = plain.model, plain.model.experts
+    assert experts is not None
+    routers = size.hidden * experts.layers * (experts.count + experts.shared_gate)
+    quantized = size.layer_weights(1) - routers + experts.per_token * size.expert_weights
+    quantized -= fewer.model.absorbed_bytes(1) / 2
+    saved = plain.step(layout, 1, 1) - fewer.step(layout, 1, 1)
+    assert saved == pytest.approx(quantized / (gpu.bandwidth * MEMORY_EFFICIENCY), rel=0.01)
 
 
 def test_drafts_cost_nothing_while_a_step_reads_and_much_when_it_computes(h100: Profile) -> None:

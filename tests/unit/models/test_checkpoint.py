@@ -80,8 +80,8 @@ def test_what_lies_beside_a_config_counts(tmp_path: Path) -> None:
     model = written(tmp_path, LLAMA)
     assert named_config(model).fields == LLAMA
     beside = tmp_path / "hf_quant_config.json"
-    beside.write_text('{"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}')
-    with pytest.raises(ValueError, match="quantization='modelopt'"):
+    beside.write_text('{"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4"}}')
+    with pytest.raises(ValueError, match="quantization='modelopt_fp4'"):
         named_config(model)
     beside.unlink()
     modules = tmp_path / "modules.json"
@@ -112,8 +112,8 @@ def test_what_a_file_leaves_out_is_asked_for_where_transformers_cannot_say(tmp_p
 def test_defaults_are_taken_where_somebody_knows_them(tmp_path: Path) -> None:
     model = written(tmp_path, {"architectures": ["LlamaForCausalLM"]})
     assert named_config(model, lambda config: LLAMA).fields == LLAMA
-    with pytest.raises(ValueError, match="does not support quantization='fp8'"):
-        named_config(written(tmp_path, {"quantization_config": {"quant_method": "fp8"}}))
+    with pytest.raises(ValueError, match="does not support quantization='awq'"):
+        named_config(written(tmp_path, {"quantization_config": {"quant_method": "awq"}}))
 
 
 def test_an_unknown_class_is_no_answer(tmp_path: Path) -> None:

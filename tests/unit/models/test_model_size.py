@@ -10,6 +10,7 @@ from pat_vllm.layout import Layout
 from pat_vllm.models.known_models import MODEL_SHAPES
 from pat_vllm.models.layer_sizes import experts_of, text_of
 from pat_vllm.models.model_size import ModelSize
+from pat_vllm.models.quantization import PLAIN, Quantized
 
 QWEN3 = {**MODEL_SHAPES["qwen3-30b-a3b"]}
 MISTRAL = {**MODEL_SHAPES["qwen3-8b"], "model_type": "mistral", "num_hidden_layers": 48}
@@ -188,3 +189,43 @@ def test_what_ranks_can_share() -> None:
     assert not ModelSize.of({**QWEN3, "intermediate_size": 6, "mlp_only_layers": [0]}).divides(8)
     shared = ModelSize.of({**QWEN3, "shared_expert_intermediate_size": 12})
     assert shared.divides(4) and not shared.divides(8)
+
+
+@pytest.mark.parametrize("name", MODEL_SHAPES)
+def test_what_is_quantized_takes_its_bytes_and_nothing_else_does(name: str) -> None:
+    """Embeddings, LM head, routers, activations and states stay as they are."""
+    plain, weights, kv = (
+        ModelSize.of(MODEL_SHAPES[name], quantized=quantized)
+        for quantized in (PLAIN, Quantized(weight_bytes=1), Quantized(kv_bytes=1))
+    )
+    routers = 0
+    if (experts := plain.experts) is not None:
+        routers = experts.layers * plain.hidden * (experts.count + experts.shared_gate)
+    for tp in (1, 2, 8):
+        kept = plain.head_weights(tp) * (1 if plain.tied else 2) + routers
+        assert weights.resident_bytes(tp) == plain.resident_weights(tp) + kept
+        assert kv.weight_bytes(tp) == plain.weight_bytes(tp) == 2 * plain.resident_weights(tp)
+        assert 2 * kv.kv_bytes_per_token(tp) == plain.kv_bytes_per_token(tp)
+        assert weights.kv_bytes_per_token(tp) == plain.kv_bytes_per_token(tp)
+        for each in (weights, kv):
+            assert each.state_bytes(tp) == plain.state_bytes(tp)
+            assert each.step_bytes(tp, 8192, 256) == plain.step_bytes(tp, 8192, 256)
+            assert each.expert_workspace_bytes(tp, False, 99) == plain.expert_workspace_bytes(
+                tp, False, 99
+            )
+            workspaces = (size.latent_workspace_bytes(32768, 256, 16) for size in (each, plain))
+            assert len({*workspaces}) == 1
+    # A block is as large as a state, so it has more tokens.
+    assert kv.block_size(1, 16) >= plain.block_size(1, 16)
+
+
+def test_latent_attention_keeps_copies_of_quantized_weights_in_the_models_type() -> None:
+    """`W_UK` and `W_UV` of DeepSeek-V2-Lite: 27 layers, 16 heads, a rank of 512, 128 and 128."""
+    plain, quantized = (
+        ModelSize.of(MODEL_SHAPES["deepseek-v2-lite"], quantized=each)
+        for each in (Quantized(kv_bytes=1), Quantized(weight_bytes=1))
+    )
+    assert plain.absorbed_bytes(1) == 0
+    assert [quantized.absorbed_bytes(tp) for tp in (1, 4)] == [
+        27 * 16 * 512 * (128 + 128) * 2 // tp for tp in (1, 4)
+    ]

@@ -18,6 +18,7 @@ from pat_vllm.modelled.shapes import drawn_lengths
 from pat_vllm.models.checkpoint import named_config
 from pat_vllm.models.known_models import MODEL_SHAPES
 from pat_vllm.models.model_size import ModelSize
+from pat_vllm.models.quantization import PLAIN, Quantized
 from pat_vllm.start import choice
 from pat_vllm.start.buffers import EngineShape
 from pat_vllm.start.choice import Choice, choose
@@ -60,17 +61,31 @@ def chosen(
     ranks: int = 8,
     *,
     load: Load | None = None,
+    quantized: Quantized = PLAIN,
     **engine: Any,
 ) -> Choice:
     config = dict(MODEL_SHAPES[model]) if isinstance(model, str) else model
     shape = EngineShape((), **{"max_model_len": 32768, **engine})
     load = load or Load.usual(shape.max_num_seqs, ranks, shape.max_model_len)
-    return choose(config, PATConfig.parse(pat), shape, ranks, device, load=load)
+    return choose(
+        config, PATConfig.parse(pat), shape, ranks, device, quantized=quantized, load=load
+    )
 
 
 def sizes(*args: Any, **options: Any) -> list[int]:
     layouts: list[int] = chosen(*args, **options).options["layouts"]
     return layouts
+
+
+def test_half_the_bytes_make_room_for_narrower_layouts() -> None:
+    """Of KV in fp8, which alone leaves as many bytes for more tokens, and of weights, too."""
+    kept = [
+        chosen("qwen3-32b", H100, quantized=quantized)
+        for quantized in (PLAIN, Quantized(kv_bytes=1), Quantized(1, 1))
+    ]
+    assert [[layout.tp for layout in each.layouts] for each in kept] == [[4, 8], [2, 8], [1, 4, 8]]
+    assert "tp=1 9.4 GiB" in kept[0].found and "tp=1 9.4 GiB" in kept[1].found
+    assert "tp=1 38.5 GiB" in kept[2].found
 
 
 @pytest.mark.parametrize(

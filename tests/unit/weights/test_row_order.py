@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -43,7 +45,7 @@ def partitions(draw: st.DrawFn) -> Partition:
 class Storage:
     """A weight as a rank of eight holds it, and where each tp's layout finds its shard there."""
 
-    def __init__(self, partition: Partition, rank: int) -> None:
+    def __init__(self, partition: Partition, rank: int, banded: bool = False) -> None:
         whole = partition.padded().shard(1, 0)
         pieces = {
             tp: pieces_of(
@@ -58,14 +60,14 @@ class Storage:
         self.orders: dict[int, RowOrder] = {}
         self.shards: dict[int, list[int]] = {}
         for tp, of_tp in pieces.items():
-            self.blocks[tp] = block_of(of_tp, self.size, self.unit)
+            self.blocks[tp] = block_of(of_tp, self.size, self.unit, banded)
             self.orders[tp] = self.original.bring(self.blocks[tp])
             self.shards[tp] = [
                 row for piece in of_tp for row in range(piece.src, piece.src + piece.length)
             ]
 
 
-storages = st.builds(Storage, partitions(), st.integers(0, 7))
+storages = st.builds(Storage, partitions(), st.integers(0, 7), st.booleans())
 
 
 def apply(swaps: list[Swap], rows: list[int]) -> None:
@@ -90,6 +92,16 @@ def test_every_layout_finds_its_shard_and_the_way_back_restores_every_row(
     assert rows == list(range(storage.size))
 
 
+@given(partitions(), st.integers(0, 7))
+def test_blocks_of_bands_begin_with_one_and_end_in_the_storage(
+    partition: Partition, rank: int
+) -> None:
+    storage = Storage(partition, rank, banded=True)
+    for block in storage.blocks.values():
+        assert block.start % math.gcd(storage.size, block.size) == 0
+        assert 0 <= block.start <= storage.size - block.size
+
+
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=12))
 def test_rounds_keep_the_order_of_what_touches_the_same_rows(pairs: list[tuple[int, int]]) -> None:
     swaps = [Swap(a, b, 1) for a, b in pairs if a != b]
@@ -101,16 +113,20 @@ def test_rounds_keep_the_order_of_what_touches_the_same_rows(pairs: list[tuple[i
 
 
 @pytest.mark.parametrize(
-    ("partition", "moved"),
+    ("partition", "banded", "moved"),
     [
-        (EvenPartition((14336, 14336)), 7168),
-        (QKVPartition(32, 8, 128, 128), 2 * 4 * 128),
-        (EvenPartition((64,)), 0),
+        (EvenPartition((14336, 14336)), False, 7168),
+        (EvenPartition((14336, 14336)), True, 7168),
+        (QKVPartition(32, 8, 128, 128), False, 2 * 4 * 128),
+        (EvenPartition((64,)), False, 0),
+        (EvenPartition((64,)), True, 0),
     ],
 )
-def test_the_largest_part_stays_and_the_others_come_to_it(partition: Partition, moved: int) -> None:
+def test_the_largest_part_stays_and_the_others_come_to_it(
+    partition: Partition, banded: bool, moved: int
+) -> None:
     """Llama-3.1-8B in two ranks: of gate and up, the up rows move, of q, k and v the latter two."""
-    orders = Storage(partition, rank=1).orders
+    orders = Storage(partition, rank=1, banded=banded).orders
     swaps = orders[1].swaps_to(orders[2])
     assert rows_moved(swaps) == 2 * moved
     assert len(rounds(swaps)) == (moved > 0)

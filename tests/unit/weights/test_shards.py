@@ -20,6 +20,7 @@ from pat_vllm.weights.shards import (
     Piece,
     QKVPartition,
     Shard,
+    TiledPartition,
     VocabPartition,
     pieces_of,
 )
@@ -135,6 +136,20 @@ def test_the_first_rank_adds_what_all_add_once(tp: int, size: int) -> None:
     cut = Cut(partition, "tp")
     assert [cut.nested(Layout.of(n, 4).place_of(3)) for n in (1, 2)] == [True, False]
     assert cut.nested(Layout.of(2, 4).place_of(3, "ep")), "whole experts have whole biases"
+
+
+@given(st.sampled_from(TP), st.lists(st.integers(1, 9), min_size=1), *[st.integers(1, 4)] * 2)
+def test_tiles_are_cut_as_their_rows_are(
+    tp: int, multiples: list[int], unit: int, length: int
+) -> None:
+    matrix = EvenPartition(tuple(tp * unit * m for m in multiples))
+    tiled = TiledPartition(matrix, 1, unit, length)
+    for rank in range(tp):
+        tiles = [row // unit for row in rows_of(matrix.shard(tp, rank))[::unit]]
+        elements = [tile * length + i for tile in tiles for i in range(length)]
+        assert rows_of(tiled.shard(tp, rank)) == elements
+    with pytest.raises(ValueError, match="blocks of 5"):
+        TiledPartition(EvenPartition((tp * 64,)), 1, 5, length).shard(tp, 0)
 
 
 @given(cuts(), st.integers(1, 3))

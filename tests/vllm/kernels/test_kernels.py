@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pat_vllm.kernels import kv, swap
+from pat_vllm.kernels.column_blocks import ColumnBlock, bands_of, gather, scatter
 from pat_vllm.kernels.swap import RowSwap, prepare
 from tests.vllm.kernels.triton_kernels import in_interpreter, needs_triton
 
@@ -133,6 +134,43 @@ def test_ranges_that_are_refused(swaps: list[RowSwap], message: str) -> None:
 def test_what_overlaps_may_be_in_several_rounds() -> None:
     prepare([[RowSwap(TEN, 0, 4, 4)], [RowSwap(TEN[2:], 5, 6, 1)]]).run()
     prepare([[RowSwap(TEN, 0, 5, 3, dim=1), RowSwap(TEN, 3, 8, 2, dim=1)]]).run()
+
+
+# -------------------------------------------------------------------- columns
+
+
+@settings(max_examples=60)
+@given(st.randoms(use_true_random=False), st.sampled_from(DTYPES))
+def test_columns_come_together_and_go_back(rng: random.Random, dtype: torch.dtype) -> None:
+    """Of two matrices, which share the staging."""
+    matrices, blocks, wanted = [], [], []
+    for _ in range(2):
+        bands, width = rng.randint(1, 6), rng.randint(1, 5)
+        size = width * rng.randint(1, bands)
+        rows, columns = bands_of(bands * width, size) * rng.randint(1, 4), bands * width
+        step = columns // bands_of(columns, size)
+        start = step * rng.randint(0, (columns - size) // step)
+        matrix = random_bytes((rows, columns), dtype, rng.randrange(2**30))
+        matrices.append(matrix)
+        blocks.append(ColumnBlock(matrix, start, size))
+        wanted.append(matrix[:, start : start + size].clone())
+    before = [matrix.clone() for matrix in matrices]
+    moved = gather(blocks)
+    for block, columns_wanted in zip(blocks, wanted, strict=True):
+        assert block.block.is_contiguous() and same(block.block, columns_wanted)
+    assert scatter(blocks) == moved
+    assert all(map(same, matrices, before))
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "start", "size", "bands"),
+    [(7, 4, 0, 2, 2), (8, 6, 1, 3, 2), (8, 12, 0, 5, 12)],
+)
+def test_columns_that_cannot_come_together(
+    rows: int, columns: int, start: int, size: int, bands: int
+) -> None:
+    with pytest.raises(ValueError, match=f"{rows} x {columns} cannot be cut into {bands} bands"):
+        ColumnBlock(torch.zeros(rows, columns), start, size)
 
 
 # -------------------------------------------------------------------- KV blocks

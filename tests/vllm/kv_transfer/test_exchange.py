@@ -30,7 +30,7 @@ from tests.unit.kv_transfer import test_rounds as full
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[3]
 TOKENS, CONTENT, BLOCKS, LAYERS = 4, 16, 12, 3
-DTYPES = (torch.float32, torch.bfloat16)
+DTYPES = (torch.float32, torch.bfloat16, torch.uint8)
 
 Case = tuple[Layout, Layout, int, torch.dtype, bool, list[BlockMove]]
 Views = list[torch.Tensor]

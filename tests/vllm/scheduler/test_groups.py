@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -32,6 +33,9 @@ def window(tokens: int) -> Any:
 GROUPS = {
     "full": [FULL],
     "latent": [replace(spec(MLAAttentionSpec), num_kv_heads=1)],
+    "latent in 8 bits": [
+        replace(spec(MLAAttentionSpec, cache_dtype_str="fp8"), num_kv_heads=1, dtype=torch.uint8)
+    ],
     "windows": [window(40)],
     "chunks": [FULL, spec(ChunkedLocalAttentionSpec, attention_chunk_size=64)],
     "several": [FULL, window(40), window(5), window(40)],
@@ -110,3 +114,14 @@ def test_hits_are_those_of_vllm(replica: Any) -> None:
         request.num_computed_tokens = request.num_tokens
         manager.free(request)
     assert len(lengths) > 5
+
+
+@pytest.mark.parametrize("name", ["full", "latent", "windows"])
+def test_kv_in_8_bits_has_half_the_bytes(name: str) -> None:
+    """Of a token; heads, windows and blocks are the same."""
+    specs = GROUPS[name]
+    (plain,), (halved,) = (
+        kinds_of(kv_cache_config(100, of), Layout(1, 1), 8)
+        for of in (specs, [replace(each, dtype=torch.uint8) for each in specs])
+    )
+    assert replace(halved, token_bytes=2 * halved.token_bytes) == plain

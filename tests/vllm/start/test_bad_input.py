@@ -71,6 +71,10 @@ MODELS: dict[str, dict[str, Any]] = {
         "NemotronHForCausalLM", "nemotron_h", head_dim=32, n_groups=2, mamba_num_heads=4,
         mamba_head_dim=64, ssm_state_size=64, hybrid_override_pattern="M-*",
     ),
+    "scales of heads": model("LlamaForCausalLM", "llama", quantization_config=dict(
+        quant_method="compressed-tensors", format="float-quantized", config_groups={}, ignore=[],
+        kv_cache_scheme=dict(num_bits=8, type="float", strategy="attn_head"),
+    )),
     "quantized": model("LlamaForCausalLM", "llama", quantization_config=dict(
         quant_method="awq", bits=4, group_size=32, zero_point=True
     )),
@@ -97,7 +101,10 @@ OPTIONS: list[tuple[str, str, Any, str, dict[str, Any]]] = [
     ("llama", "cpu_offload_gb", 1.5, "0", {}),
     ("llama", "enable_lora", True, "False", {}),
     ("llama", "quantization", "mxfp8", "None, fp8, ", dict(dtype="bfloat16")),
-    ("llama", "kv_cache_dtype", "fp8", "auto, float16, bfloat16, float32", {}),
+    ("llama", "kv_cache_dtype", "fp8_per_token_head",
+     "auto, float16, bfloat16, float32, fp8, fp8_e4m3, fp8_e5m2)", {}),
+    ("llama", "kv_cache_dtype_skip_layers", ["1"], "[], with KV in fp8",
+     dict(kv_cache_dtype="fp8")),
     ("llama", "attention_backend", "ROCM_ATTN", "TRITON_ATTN", {}),
     ("llama", "attention_backend", "HPC_ATTN", "TRITON_ATTN", {}),
     ("llama", "kv_offloading_size", 1.5, "None", {}),
@@ -111,8 +118,10 @@ CONFIGS_AND_MODELS: list[tuple[str, dict[str, Any], str, str]] = [
     ("llama", dict(kv_events_config=dict(enable_kv_cache_events=True, publisher="null")),
      "kv_events_config=", "None"),
     ("quantized", dict(dtype="bfloat16"), "quantization='awq'", "None, fp8, "),
+    ("scales of heads", dict(dtype="bfloat16"), "kv_cache_scheme.strategy='attn_head'",
+     "tensor)"),
     ("mxfp4", dict(dtype="bfloat16"), "quantization='gpt_oss_mxfp4'",
-     "not MXFP8, NVFP4 or MXFP4; of gpt-oss a bfloat16 checkpoint"),
+     "None, fp8, "),
     ("mamba", {}, "a hybrid or Mamba model, but for Gated DeltaNet and Nemotron-H's Mamba2",
      "Gated DeltaNet, of Qwen3-Next and Qwen3.5, and Mamba2, of Nemotron-H"),
     ("deepseek", dict(hf_overrides=dict(index_topk=16)), "a model with sparse attention",
@@ -207,6 +216,8 @@ ACCEPTED: list[tuple[str, dict[str, Any]]] = [
     ("llama", pat(state_dir="no/such")),  # it will be made
     ("llama", pat(state_dir=__file__)),  # the engine core will warn
     ("llama", dict(speculative_config=NGRAM)),
+    *(("llama", dict(kv_cache_dtype=dtype)) for dtype in ("fp8", "fp8_e4m3", "fp8_e5m2")),
+    ("llama", dict(kv_cache_dtype_skip_layers=["1"])),
     # KV heads that layouts replicate; NUMA nodes by rank, where rank r has GPU r.
     ("llama", dict(tensor_parallel_size=6, **pat(layouts=[1, 2, 6]))),
     ("llama", dict(numa_bind=True)),

@@ -191,3 +191,16 @@ def test_a_driver_that_says_nothing(monkeypatch: pytest.MonkeyPatch, lines: list
     config = engine_config(random_model("qwen3"), 2, max_model_len=512)
     assert [str(layout) for layout in Setup.of(config).layouts] == ["tp1dp2", "tp2dp1"]
     assert "nothing is known of the model's memory" in lines[-1]
+
+
+def test_the_bytes_of_kv_are_those_of_the_engine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Half of them, so here a narrower base layout."""
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["32B"]))
+    monkeypatch.setattr(support, "found_device", lambda ranks: GPUS["H100"].device)
+    bases = [
+        Setup.of(engine_config(tmp_path, kv_cache_dtype=dtype, max_num_seqs=256)).base.tp
+        for dtype in ("auto", "fp8_e5m2")
+    ]
+    assert bases == [4, 2]

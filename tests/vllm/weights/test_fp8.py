@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from pat_vllm.layout import Experts, Layout, Place
 from pat_vllm.patches.weights import keep_plain_weights
 from pat_vllm.weights.inplace import InPlaceShards
+from pat_vllm.weights.kv_scales import share_kv_scales
+from pat_vllm.weights.model_weights import quantized_layers
 from pat_vllm.weights.opened_reload import OpenedReload
 from pat_vllm.worker.layout_weights import renew_absorbed
 from tests.support import fp8_on_cpu
@@ -27,6 +30,7 @@ from tests.support.models import random_model
 from tests.vllm.weights.test_weights import build, in_place, load, vllm_config_for
 
 RANKS = 4
+BLOCKS = "fp8_per_block"
 CPU = torch.device("cpu")
 LAYOUTS = [Layout.of(tp, RANKS) for tp in (1, 2, 4)]
 
@@ -122,6 +126,7 @@ def engine_of(
                 model = build(config, place)
             strategy.fill(model)
         models[layout] = ready(config, model, place)
+        share_kv_scales(models[layout], models[layouts[0]])
     strategy.release()
     return strategy, models
 
@@ -161,22 +166,89 @@ def kinds(name: str) -> list[Experts]:
 def test_every_layout_has_what_vllm_has_there(
     name: str, how: str | None, base_tp: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ranks, rng = ranks_of(monkeypatch), random.Random(name)
     layouts = [layout for layout in LAYOUTS if layout.tp >= base_tp]
+    rng = random.Random(name)
     for experts in kinds(name):
-        rank = rng.randrange(RANKS)
-        config = config_of(name, how)
-        expected = {layout: stock(config, layout, rank, experts, ranks) for layout in layouts}
-        strategy, models = engine_of(config, layouts, rank, experts, ranks)
-        places = {
-            at: [t.data_ptr() for t in tensors(model).values()] for at, model in models.items()
-        }
-        for layout in [*layouts, *rng.choices(layouts, k=8), layouts[0]]:
-            strategy.arrange(layout)
-            assert_same(models[layout], expected[layout])
-        for at, model in models.items():
-            now = [tensor.data_ptr() for tensor in tensors(model).values()]
-            assert now == places[at], "compiled code would miss them"
+        walk(name, how, layouts, rng.randrange(RANKS), monkeypatch, experts)
+
+
+def walk(
+    name: str,
+    how: str | None,
+    layouts: Sequence[Layout],
+    rank: int,
+    monkeypatch: pytest.MonkeyPatch,
+    experts: Experts = "tp",
+) -> dict[Layout, nn.Module]:
+    """Go through the layouts in random order, and compare each with vLLM's at that tp.
+
+    Args:
+        name, how: as `config_of` takes them.
+        layouts: the base layout first.
+
+    Returns:
+        A rank's models.
+    """
+    ranks, rng, config = ranks_of(monkeypatch), random.Random(name), config_of(name, how)
+    expected = {layout: stock(config, layout, rank, experts, ranks) for layout in layouts}
+    strategy, models = engine_of(config, layouts, rank, experts, ranks)
+    places = {at: [t.data_ptr() for t in tensors(model).values()] for at, model in models.items()}
+    for layout in [*layouts, *rng.choices(layouts, k=8), layouts[0]]:
+        strategy.arrange(layout)
+        assert_same(models[layout], expected[layout])
+    for at, model in models.items():
+        now = [tensor.data_ptr() for tensor in tensors(model).values()]
+        assert now == places[at], "compiled code would miss them"
+    return models
+
+
+def loaded(name: str) -> nn.Module:
+    """A model in one layout, processed."""
+    config = vllm_config_for(random_model(name), tp=1, dtype="bfloat16")
+    place = LAYOUTS[0].place_of(0)
+    return ready(config, load(config, place, config.load_config), place)
+
+
+def set_scales(layer: Any) -> None:
+    layer.weight_scale_inv = nn.Parameter(torch.zeros(512, 1, dtype=torch.int32), False)
+
+
+def pad(layer: Any) -> None:
+    layer.weight = nn.Parameter(torch.cat([layer.weight.data, layer.weight.data]), False)
+
+
+def set_kernel(layer: Any) -> None:
+    layer.quant_method.fp8_linear = nn.Identity()
+
+
+def set_block(layer: Any) -> None:
+    layer.weight_block_size = [1, 128]
+
+
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        (set_scales, ["qkv_proj.weight_scale_inv is packed", "int32", "VLLM_USE_DEEP_GEMM=0"]),
+        (pad, ["qkv_proj.weight is padded", "linear_backend"]),
+        (set_kernel, ["qkv_proj runs with Identity", "linear_backend"]),
+        (set_block, ["blocks of 1 x 128"]),
+    ],
+)
+def test_what_layouts_cannot_share_is_refused(change: Any, parts: list[str]) -> None:
+    model: Any = loaded("fp8_blocks")
+    change(model.model.layers[0].self_attn.qkv_proj)
+    with pytest.raises(ValueError) as error:
+        for layer in quantized_layers(model).values():
+            list(layer.weights())
+    for part in [*parts, "static tensor_parallel_size"]:
+        assert part in str(error.value)
+
+
+def test_shards_that_end_inside_a_block_are_named_before_weights_are_read() -> None:
+    config = vllm_config_for(random_model("qwen3"), tp=1, dtype="bfloat16", quantization=BLOCKS)
+    strategy = InPlaceShards(LAYOUTS, 3)
+    with pytest.raises(ValueError, match=r"qkv_proj, .*320 is not a multiple of 128, for tp=2"):
+        strategy.check(build(config, LAYOUTS[0].place_of(3)))
 
 
 @pytest.mark.parametrize(("base_tp", "processed"), [(1, False), (2, True)])
@@ -191,34 +263,53 @@ def test_what_a_trainer_loads_reaches_every_layout(
     rng = random.Random(name)
     layouts = [layout for layout in LAYOUTS if layout.tp >= base_tp]
     for experts in kinds(name):
-        rank = rng.randrange(RANKS)
-        config, new = (config_of(each, how) for each in (name, f"{name}_updated"))
-        ranks = ranks_of(monkeypatch)
-        stock(config, layouts[0], rank, experts, ranks)
-        strategy, models = engine_of(config, layouts, rank, experts, ranks)
-        base, *others = models.values()
-        reload = OpenedReload(base, config)
+        update(name, how, layouts, rng.randrange(RANKS), monkeypatch, experts, processed)
 
-        ranks = ranks_of(monkeypatch)
-        expected = {layout: stock(new, layout, rank, experts, ranks) for layout in layouts}
-        strategy.arrange(layouts[-1])
-        strategy.arrange(layouts[0])
-        ranks.at, ranks.calls = layouts[0].place_of(rank, experts), 0
-        with in_place(ranks.at, config.parallel_config):
-            for weight in load_file(random_model(f"{name}_updated") / "model.safetensors").items():
-                base.load_weights([weight])
-            assert reload.is_open
-            if processed:
-                loading.process_weights_after_loading(base, config.model_config, CPU)
-            else:
-                reload.close()
-            assert not reload.is_open
-        strategy.refresh(base, others)
-        for model in models.values():
-            renew_absorbed(model)
-        for layout in [*layouts, *rng.choices(layouts, k=4)]:
-            strategy.arrange(layout)
-            assert_same(models[layout], expected[layout])
+
+def update(
+    name: str,
+    how: str | None,
+    layouts: Sequence[Layout],
+    rank: int,
+    monkeypatch: pytest.MonkeyPatch,
+    experts: Experts = "tp",
+    processed: bool = False,
+) -> dict[Layout, nn.Module]:
+    """Load a model's update, and compare each layout with what vLLM makes of that; as `walk`.
+
+    Args:
+        processed: the trainer has vLLM process the model.
+    """
+    rng = random.Random(name)
+    config, new = (config_of(each, how) for each in (name, f"{name}_updated"))
+    ranks = ranks_of(monkeypatch)
+    stock(config, layouts[0], rank, experts, ranks)
+    strategy, models = engine_of(config, layouts, rank, experts, ranks)
+    base, *others = models.values()
+    reload = OpenedReload(base, config)
+    strategy.arrange(layouts[-1])
+
+    ranks = ranks_of(monkeypatch)
+    expected = {layout: stock(new, layout, rank, experts, ranks) for layout in layouts}
+    strategy.arrange(layouts[0])
+    ranks.at, ranks.calls = layouts[0].place_of(rank, experts), 0
+    with in_place(ranks.at, config.parallel_config):
+        for weight in load_file(random_model(f"{name}_updated") / "model.safetensors").items():
+            base.load_weights([weight])
+        assert reload.is_open
+        if processed:
+            loading.process_weights_after_loading(base, config.model_config, CPU)
+        else:
+            reload.close()
+        assert not reload.is_open
+    strategy.refresh(base, others)
+    for model in models.values():
+        renew_absorbed(model)
+        share_kv_scales(model, base)
+    for layout in [*layouts, *rng.choices(layouts, k=4)]:
+        strategy.arrange(layout)
+        assert_same(models[layout], expected[layout])
+    return models
 
 
 Push = Callable[[nn.Module, VllmConfig, str], None]
@@ -256,6 +347,7 @@ def check_pushes(
             strategy.refresh(base, others)
             for model in models.values():
                 renew_absorbed(model)
+                share_kv_scales(model, base)
             for layout in [*layouts, *rng.choices(layouts, k=4)]:
                 strategy.arrange(layout)
                 assert_same(models[layout], static[layout])

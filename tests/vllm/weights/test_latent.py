@@ -60,7 +60,9 @@ def stock(config: VllmConfig, layout: Layout) -> nn.Module:
 
 
 def with_model(model: nn.Module) -> Any:
-    return SimpleNamespace(runner=SimpleNamespace(get_model=lambda: model))
+    return SimpleNamespace(
+        runner=SimpleNamespace(get_model=lambda: model), config=SimpleNamespace(model_config=None)
+    )
 
 
 def assert_same(model: nn.Module, expected: nn.Module) -> None:

@@ -42,6 +42,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 from vllm.model_executor.model_loader import get_model, get_model_loader
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+from vllm.utils.torch_utils import set_default_torch_dtype
 
 from pat_vllm.layout import Experts, Layout, Place
 from pat_vllm.patches.weights import keep_plain_weights
@@ -397,7 +398,8 @@ def in_place(place: Place, parallel: ParallelConfig) -> Iterator[None]:
 
 def build(vllm_config: VllmConfig, place: Place) -> nn.Module:
     vllm_config.compilation_config.static_forward_context.clear()
-    with in_place(place, vllm_config.parallel_config):
+    dtype = set_default_torch_dtype(vllm_config.model_config.dtype)
+    with dtype, in_place(place, vllm_config.parallel_config):
         return initialize_model(vllm_config)
 
 

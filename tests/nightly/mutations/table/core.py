@@ -87,13 +87,20 @@ MUTATIONS = mutations({
     "tests/unit/kv_transfer/test_rounds.py": [
         ("rounds leave the rest of a move out", "kv_transfer.plan:_part", "(i + 1) * total // parts", "(i + 1) * (total // parts)"),
     ],
+    "tests/vllm/weights/test_kv_scales.py": [
+        ("other scales are not noticed", "worker.layout_weights:LayoutWeights.refresh", "before == self._kv_scales", "before[:0] == self._kv_scales[:0]"),
+    ],
+    "tests/engine/test_fp8_kv.py::test_new_scales_drop_all_kv": [
+        ("KV by other scales stays", "scheduler.replica_set:ReplicaSet.schedule", "self.reset_prefix_cache(reset_running_requests=True)", "pass"),
+        ("scales on the host are not shared", "weights.kv_scales:share_kv_scales", "setattr(layer, scale, getattr(of_base[name], scale))", "pass"),
+    ],
     "tests/vllm/weights/test_weights.py": [
         ("fused matrices begin at the same row", "weights.shards:EvenPartition.shard", "start + tp_rank * rows", "tp_rank * rows"),
         ("replicated KV heads are those of the rank", "weights.shards:QKVPartition.shard", "tp_rank // copies * kv_heads", "tp_rank * kv_heads % self.total_kv_heads"),
         ("a shard of the vocabulary has no padding", "weights.shards:VocabPartition.shard", ", size=rows)", ")"),
-        ("padding is not written", "weights.model_weights:derive", "weight.tensor.zero_()", "pass"),
+        ("padding is not written", "weights.weight:derive", "weight.tensor.zero_()", "pass"),
         ("plain weights are kept after all layouts are filled", "weights.materialized:MaterializedShards.release", "self._base = None", "pass"),
-        ("a subclass's own weight loader is overlooked", "weights.model_weights:_layer_class", "_weight_loaders(type(module)) == _weight_loaders(layer)", "True"),
+        ("a subclass's own weight loader is overlooked", "weights.cuts:sharded_class", "_weight_loaders(type(module)) == _weight_loaders(layer)", "True"),
         ("weights may be tied in one layout only", "weights.model_weights:matching_weights", "sources.setdefault(weight.storage, match.storage) != match.storage", "False"),
         ("other dtypes are overlooked", "weights.model_weights:_check_match", "weight.cuts != base.cuts or weight.tensor.dtype != base.tensor.dtype", "weight.cuts != base.cuts"),
         ("a tied head is tied after its weights were taken", "weights.loaders:BaseLayoutLoader.load_weights", "tie_word_embeddings(model, model_config)", "pass"),
@@ -102,7 +109,7 @@ MUTATIONS = mutations({
         ("spread experts are cut, too", "weights.shards:Cut.ways", "self.experts in (None, place.experts)", "self.experts != 'ep' or place.experts == 'ep'"),
         ("gate and up are cut as one matrix", "weights.experts:expert_cuts", "(width, width)", "(2 * width,)"),
         ("spread experts are placed by the TP group", "weights.experts:expert_place", 'Place(parallel.ep_size, parallel.ep_rank, "ep")', "Place(parallel.ep_size, parallel.ep_rank)"),
-        ("experts of other data-parallel ranks are overlooked", "weights.experts:_reasons", "parallel.use_all2all_kernels or parallel.dp_size > 1 or", "parallel.use_all2all_kernels or"),
+        ("experts of other data-parallel ranks are overlooked", "weights.experts:why_not_shared", "parallel.use_all2all_kernels or parallel.dp_size > 1 or", "parallel.use_all2all_kernels or"),
         ("rows of the first expert only trade places", "kernels.swap:_sides", "(tensor.shape[:dim]), -1)", "(tensor.shape[:dim]), -1)[:1]"),
     ],
     "tests/vllm/weights/test_latent.py": [
@@ -114,7 +121,13 @@ MUTATIONS = mutations({
         ("the arranged layout is not noted", "weights.inplace:InPlaceShards.arrange", "self._arranged = layout", "pass"),
         ("packed weights are not noticed", "weights.inplace:InPlaceShards.release", "weight.current.data_ptr() != view.data_ptr()", "False"),
     ],
+    "tests/vllm/weights/test_marlin.py": [
+        ("columns of tiles come together from anywhere", "weights.inplace:InPlaceShards._blocks_of", 'weight.share == "block" and cut.dim > 0', "False"),
+        ("other orders of scales are not noticed", "weights.marlin:MarlinFp8Linear._why_not_shared", "(columns > self.unit) != (all_columns > self.unit)", "False"),
+        ("latent attention is made of other heads", "weights.model_weights:model_weights", "refuse_absorbed(path, module)", "pass"),
+    ],
     "tests/vllm/kernels/test_kernels.py": [
+        ("what lay in a block of columns stays there", "kernels.column_blocks:ColumnBlock.gather", "place.copy_(displaced)", "pass"),
         ("ranges that overlap are accepted", "kernels.swap:_check_disjoint", "(starts[order][1:] < ends[order][:-1]).any()", "False"),
         ("one side is overwritten", "kernels.swap:_CopyRound.__call__", "y.copy_(kept)", "y.copy_(x)"),
         ("bytes of one side count", "kernels.swap:prepare", "sum(2 * a.nbytes", "sum(a.nbytes"),

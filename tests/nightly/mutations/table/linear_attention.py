@@ -18,8 +18,8 @@ MUTATIONS = mutations({
         ("a segment moves for all", "kv_transfer.connector:PATConnector._views", "(view.storage_offset(), view.shape,", "(view.shape,"),
     ],
     "tests/vllm/weights/test_weights.py": [
-        ("steps of heads have no rule", "weights.model_weights:_known_cuts", '("A", "D", "dt_bias")', '("A", "D")'),
-        ("the gated norm is cut in two parts", "weights.model_weights:_partition", "EvenPartition((module.full_hidden_size,))", "EvenPartition((module.full_hidden_size // 2,) * 2)"),
+        ("steps of heads have no rule", "weights.cuts:known_cuts", '("A", "D", "dt_bias")', '("A", "D")'),
+        ("the gated norm is cut in two parts", "weights.cuts:_partition", "EvenPartition((module.full_hidden_size,))", "EvenPartition((module.full_hidden_size // 2,) * 2)"),
         ("a convolution has no memory when it gets its shape", "weights.inplace:InPlaceShards.building", "last.nbytes <= _SMALL", "False"),
     ],
 })

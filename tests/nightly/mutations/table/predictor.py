@@ -48,6 +48,7 @@ MUTATIONS = mutations({
     ],
     "tests/unit/weights/test_row_order.py": [
         ("swaps lead the other way", "weights.row_order:RowOrder.swaps_to", "list(self.units), dict(enumerate(other.units))", "list(other.units), dict(enumerate(self.units))"),
+        ("a block of columns begins inside a band", "weights.row_order:block_of", "math.gcd(rows, len(units) * unit)", "unit"),
     ],
     "tests/unit/kv_transfer/test_plan.py": [
         ("heads are read from the start of the source", "kv_transfer.plan:head_routes", "held.index(wanted[start])", "0"),
