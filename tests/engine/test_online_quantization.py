@@ -6,7 +6,7 @@ from typing import Any
 
 import pat_vllm
 from tests.engine.specs import FP8
-from tests.engine.test_weight_updates import batch, load_one_by_one, update
+from tests.engine.test_weight_updates import batch, load_one_by_one, transfer, update
 from tests.support.engines import engine, run
 from tests.support.stock import stock_answers
 
@@ -28,7 +28,7 @@ def seen_in_each(llm: Any) -> dict[int, Any]:
 
 
 def test_a_trainer_sends_16_bits() -> None:
-    """As TRL and OpenRLHF do: a call for each tensor, which vLLM's parameters do not fit.
+    """As OpenRLHF does, a call for each tensor, which vLLM's parameters do not fit; and as TRL does.
 
     Bytes, scales and tokens are those of an engine that has started with the new weights, whose
     tokens are stock vLLM's at each layout's tp.
@@ -43,5 +43,9 @@ def test_a_trainer_sends_16_bits() -> None:
     with engine("fp8", RANKS, PAT, **OPTIONS) as llm:
         old = seen_in_each(llm)
         assert all(old[tp] != wanted[tp] for tp in wanted)
-        update(llm, "fp8_updated", load_one_by_one)
-        assert seen_in_each(llm) == wanted
+        for model, how, expected in (
+            ("fp8_updated", load_one_by_one, wanted),
+            ("fp8", transfer, old),
+        ):
+            update(llm, model, how)
+            assert seen_in_each(llm) == expected

@@ -83,7 +83,8 @@ def engine(
             options = REFERENCE_MLA | options
         if model.startswith("fp8"):
             inside.enter_context(fp8_on_cpu.applied())
-            options = options | {"worker_extension_cls": FP8_WEIGHTS}
+            if options.get("worker_extension_cls", "tests.support").startswith("tests.support"):
+                options = options | {"worker_extension_cls": FP8_WEIGHTS}
         in_place = (pat or {}).get("weights") == "inplace"
         if in_place and model.startswith(GATED_DELTA_NET):
             options = {"worker_extension_cls": PLAIN_WEIGHTS} | options

@@ -86,10 +86,10 @@ def mixture_chat(arch: str) -> Path:
     return _chat("mixture", sizes, range(VOCAB - 8, VOCAB))
 
 
-def small_chat(arch: str) -> Path:
+def small_chat(arch: str, **shape: Any) -> Path:
     """A model of `few_tokens`' shape for the GRPO example. Its longest responses are longer than
     windows, where it has some."""
-    sizes = _SHAPE | {"arch": arch} | _OF_ARCH[arch]
+    sizes = _SHAPE | {"arch": arch} | _OF_ARCH[arch] | shape
     eos = _EOS.get(arch)
     ends = range(VOCAB - 40, VOCAB)
     return _chat("small-own-end", sizes, ends, eos) if eos else _chat("small", sizes, ends)

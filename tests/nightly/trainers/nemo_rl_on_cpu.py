@@ -17,6 +17,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from vllm.v1.executor.ray_executor import RayDistributedExecutor
 
 from tests.support.plain_weights import plain_weights
 from tests.support.weight_transfer import Sockets
@@ -69,11 +70,14 @@ Extension = vllm_backend.VllmInternalWorkerExtension
 del Extension.synchronize_device
 
 
-def engine_options(model: str, ranks: int, pat: dict[str, Any]) -> dict[str, Any]:
+def engine_options(
+    model: str, ranks: int, pat: dict[str, Any], precision: str = "float32"
+) -> dict[str, Any]:
     """What NeMo-RL starts its engine with, beside the model and the number of its GPUs.
 
     Args:
         pat: options, which it is given as docs/trainers.md says.
+        precision: NeMo-RL's; with "fp8" weights have to be sent before anything is generated.
     """
 
     class Worker(vllm_worker.VllmGenerationWorkerImpl):
@@ -87,8 +91,10 @@ def engine_options(model: str, ranks: int, pat: dict[str, Any]) -> dict[str, Any
             "pipeline_parallel_size": 1,
             "expert_parallel_size": 1,
             "gpu_memory_utilization": 0.5,
-            "precision": "float32",
-            "load_format": "auto",
+            "precision": precision,
+            "kv_cache_dtype": "auto",
+            "async_engine": False,
+            "load_format": "dummy" if precision == "fp8" else "auto",
             "skip_tokenizer_init": False,
             "enforce_eager": True,
             "max_model_len": 512,
@@ -97,7 +103,9 @@ def engine_options(model: str, ranks: int, pat: dict[str, Any]) -> dict[str, Any
         "vllm_kwargs": {"additional_config": {"pat": pat}},
     }
     nothing = mock.patch.object(vllm_worker, "_apply_vllm_patches", lambda *_, **__: None)
-    with nothing, mock.patch.dict(os.environ):
+    # It patches the executor, which is not used, in this process.
+    executor = mock.patch.object(RayDistributedExecutor, "collective_rpc")
+    with nothing, executor, mock.patch.dict(os.environ):
         options: dict[str, Any] = Worker(config, bundle_indices=list(range(ranks)), seed=7).llm
     assert options.pop("model") == model and options.pop("tensor_parallel_size") == ranks
     assert options.pop("enable_sleep_mode")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ import pat_vllm
 from tests.engine.test_ray import cluster  # noqa: F401
 from tests.engine.test_weight_updates import halves
 from tests.nightly.trainers import need
-from tests.support.engines import Job, engine, run, scheduler_of
+from tests.support.engines import Job, Outcome, engine, run, scheduler_of
 from tests.support.models import random_model
 from tests.support.same import PLAIN_TOLERANCE, assert_same
 from tests.support.stock import stock_answers
@@ -156,3 +156,42 @@ def test_new_weights_reach_every_layout(trainer: Any) -> None:
                 pat_vllm.switch(llm, tp=name)
                 assert_same(run(llm, batch()), stock_answers(model, batch()), PLAIN_TOLERANCE)
             model = OLD if model == NEW else NEW
+
+
+def old_by_nemo_rl(llm: Any, jobs: Mapping[str, Job]) -> dict[str, Outcome]:
+    by_nemo_rl(llm, "fp8")
+    return run(llm, jobs)
+
+
+def new_by_nemo_rl(llm: Any, jobs: Mapping[str, Job]) -> dict[str, Outcome]:
+    by_nemo_rl(llm, "fp8_updated")
+    return run(llm, jobs)
+
+
+def test_nemo_rl_quantizes(cluster: Any) -> None:  # noqa: F811
+    """With `precision=fp8`, as in stock vLLM; its experts do not run there either."""
+    need("nemo_rl")
+    from tests.nightly.trainers.nemo_rl_on_cpu import engine_options
+
+    pat = {"weights": "inplace", "enabled": True}
+    options = engine_options(str(random_model("fp8")), 2, pat, "fp8")
+    options |= {
+        "dtype": "float32",  # in which layouts differ by rounding alone
+        "worker_extension_cls": f"{HERE}.nemo_rl_fp8_on_cpu.Extension",
+    }
+    static = options | {"additional_config": {}, "distributed_executor_backend": "mp"}
+    ways = {"fp8_updated": new_by_nemo_rl, "fp8": old_by_nemo_rl}
+    expected = {
+        model: stock_answers("fp8", batch(), ranks=2, how=how, **static)
+        for model, how in ways.items()
+    }
+    assert expected["fp8"] != expected["fp8_updated"]
+    with engine("fp8", 2, pat, **options) as llm:
+        layouts = [layout.tp for layout in pat_vllm.report(llm).layouts]
+        for layout, model in zip(layouts, ways, strict=True):
+            pat_vllm.switch(llm, tp=layout)
+            by_nemo_rl(llm, model)
+            llm.reset_prefix_cache()
+            for name in layouts:
+                pat_vllm.switch(llm, tp=name)
+                assert_same(run(llm, batch()), expected[model], PLAIN_TOLERANCE)

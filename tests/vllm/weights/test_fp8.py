@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 from vllm.config import VllmConfig
+from vllm.model_executor.layers.quantization.kv_cache import KVCacheScaleParameter
 from vllm.model_executor.layers.quantization.online import fp8 as online
 from vllm.model_executor.model_loader import utils as loading
 from vllm.model_executor.model_loader.base_loader import _has_online_quant
@@ -90,7 +91,9 @@ def stock(
 
 
 def tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    """All but what processing puts into buffers, and NeMo-RL's leaves."""
+    every = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {n: t for n, t in every.items() if not isinstance(t, KVCacheScaleParameter)}
 
 
 def assert_same(model: nn.Module, expected: nn.Module) -> None:

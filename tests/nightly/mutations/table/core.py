@@ -94,6 +94,11 @@ MUTATIONS = mutations({
         ("KV by other scales stays", "scheduler.replica_set:ReplicaSet.schedule", "self.reset_prefix_cache(reset_running_requests=True)", "pass"),
         ("scales on the host are not shared", "weights.kv_scales:share_kv_scales", "setattr(layer, scale, getattr(of_base[name], scale))", "pass"),
     ],
+    "tests/vllm/weights/test_fp8.py::test_what_a_trainer_loads_reaches_every_layout": [
+        ("parameters of another class fit weights", "weights.opened_reload:_form", "type(tensor), ", ""),
+        ("a trainer has weights processed that are kept for later", "weights.opened_reload:OpenedReload._close_in_time", "self.close()", "self.is_open = False"),
+        ("weights are processed again when a reload has ended", "patches.weights:process_loaded_weights_by", "ask is None or not ask()", "ask is None or not ask() or True"),
+    ],
     "tests/vllm/weights/test_weights.py": [
         ("fused matrices begin at the same row", "weights.shards:EvenPartition.shard", "start + tp_rank * rows", "tp_rank * rows"),
         ("replicated KV heads are those of the rank", "weights.shards:QKVPartition.shard", "tp_rank // copies * kv_heads", "tp_rank * kv_heads % self.total_kv_heads"),
