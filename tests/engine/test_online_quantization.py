@@ -28,7 +28,7 @@ def seen_in_each(llm: Any) -> dict[int, Any]:
 
 
 def test_a_trainer_sends_16_bits() -> None:
-    """As OpenRLHF does, a call for each tensor, which vLLM's parameters do not fit; and as TRL does.
+    """As OpenRLHF does, a call for each tensor, which parameters do not fit; as TRL does, too.
 
     Bytes, scales and tokens are those of an engine that has started with the new weights, whose
     tokens are stock vLLM's at each layout's tp.
