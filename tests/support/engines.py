@@ -89,6 +89,7 @@ def engine(
         if in_place and model.startswith(GATED_DELTA_NET):
             options = {"worker_extension_cls": PLAIN_WEIGHTS} | options
         inside.enter_context(_weights_as(options.get("worker_extension_cls", "")))
+        inside.enter_context(_worker_without_extension())
         model = str(random_model(model))
         llm = LLM(model=model, tensor_parallel_size=ranks, **{**OPTIONS, **options})
         try:
@@ -117,6 +118,21 @@ def _weights_as(extension: str) -> Iterator[None]:
         yield
     finally:
         utils.dispatch_cpu_unquantized_gemm = stock
+
+
+@contextlib.contextmanager
+def _worker_without_extension() -> Iterator[None]:
+    """Have an engine of one rank leave vLLM's worker as it was.
+
+    vLLM makes the extension a base of the class, and then refuses another with the same methods.
+    """
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    bases = CPUWorker.__bases__
+    try:
+        yield
+    finally:
+        CPUWorker.__bases__ = bases
 
 
 def let_vllm_look_at_numba() -> None:
