@@ -11,7 +11,10 @@ from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.layerwise import (
+    _place_kernel_tensors,
+    get_layerwise_info,
+)
 
 from pat_vllm.patches.weights import before_load_weights, process_loaded_weights_by
 from pat_vllm.weights.model_weights import quantized_layers
@@ -24,9 +27,11 @@ class OpenedReload:
     a trainer loads would fail there, or land wrong. In a reload, layers keep what comes until all
     of theirs is there, and quantize it into the memory that they have.
 
-    The first such call opens it. Calls in a reload that somebody else has begun are left alone, and
-    so are those for which a trainer's own code has made parameters fit again: VeRL's and NeMo-RL's
-    keep them in the form and of the class that loading knows, and quantize what they load.
+    The first such call opens it. A layer that has all of its weights is quantized then; before the
+    next call it is made ready for others, which may come before the next step. Calls in a reload
+    that somebody else has begun are left alone, and so are those for which a trainer's own code has
+    made parameters fit again: VeRL's and NeMo-RL's keep them in the form and of the class that
+    loading knows, and quantize what they load.
     """
 
     def __init__(self, model: nn.Module, config: VllmConfig) -> None:
@@ -39,6 +44,11 @@ class OpenedReload:
             process_loaded_weights_by(model, self._close_in_time)
 
     def _open(self) -> None:
+        if self.is_open:
+            for layer in self._quantized.values():
+                if not get_layerwise_info(layer.module).can_load():
+                    initialize_layerwise_reload(layer.module)
+            return
         if get_layerwise_info(self._model).can_load():  # a reload has begun
             return
         if not any(_is_unfit(layer.module) for layer in self._quantized.values()):
@@ -62,7 +72,12 @@ class OpenedReload:
         self.is_open = False
         for path, layer in self._quantized.items():
             info = get_layerwise_info(layer.module)
-            if info.can_load() and 0 < info.load_numel < (info.load_numel_total or 0):
+            if not info.can_load():
+                continue
+            if info.load_numel == 0:  # without vLLM's warning
+                _place_kernel_tensors(layer.module, info)
+                info.reset()
+            elif info.load_numel < (info.load_numel_total or 0):
                 raise RuntimeError(
                     f"of {path}, which is quantized as a whole, only some weights have been "
                     "loaded; send all of a layer's weights before the next step"
