@@ -157,7 +157,7 @@ def switches(
     return [
         asdict(switch)
         | {"way": f"{switch.source} -> {switch.target}"}
-        | {"usual_step": usual[switch.target]}
+        | {"usual_step": usual.get(switch.target)}
         for switch in report.switches[begun:]
         if switch.reason == "forced"
     ]

@@ -302,6 +302,20 @@ class ModelSize:
         pairs = len(others) * (len(others) + 1)
         return int(pairs * _SWAPPED * chunks * _SWAP_ROW_BYTES)
 
+    def gathered_bytes(self, layouts: Sequence[Layout]) -> int:
+        """The most columns of a quantized matrix that a switch brings together at once: of the
+        output of attention or of an MLP. Kernels for plain weights take them where they are."""
+        sizes = [layout.tp for layout in layouts]
+        if self.quantized.weight_bytes is None or len(sizes) == 1:
+            return 0
+        value = self.head_dim if self.latent is None else self.latent.value
+        mlp = max(
+            self.intermediate if self.dense_layers else 0,
+            self.experts.shared if self.experts is not None else 0,
+        )
+        columns = max(self.heads * value, mlp) // sizes[1]
+        return self.hidden * columns * self.quantized.weight_bytes
+
     def kv_bytes_per_token(self, tp: int) -> int:
         """KV of one token, over all layers, on a rank; heads are replicated where they are few."""
         of_element = self.quantized.kv_bytes or self.dtype_bytes

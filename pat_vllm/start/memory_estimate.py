@@ -64,7 +64,11 @@ class Measured(NamedTuple):
 
 
 def kv_cache_bytes(
-    layouts: Sequence[Measured], graphs: int, buffers: Sequence[int], staged: float
+    layouts: Sequence[Measured],
+    graphs: int,
+    buffers: Sequence[int],
+    staged: float,
+    gathered: int = 0,
 ) -> int:
     """What is left for the KV cache beside all that an engine of these layouts needs.
 
@@ -79,13 +83,16 @@ def kv_cache_bytes(
             does not count its own; they lie in what `gpu_memory_utilization` leaves. So do those of
             one layout here.
         staged: share of the KV cache that a switch stages in the worst case.
+        gathered: bytes in which it brings columns of weights together, beside that.
     """
     last = layouts[-1]
     left = last.available + last.activations - graphs - (sum(buffers) - max(buffers))
     activations = max(layout.activations for layout in layouts)
     available = left - activations
     # Where a switch stages more than activations take, cache and stage share all that is left.
-    return available if available * staged <= activations else int(left / (1 + staged))
+    if available * staged + gathered <= activations:
+        return available
+    return int((left - gathered) / (1 + staged))
 
 
 def num_regions(layers: Iterable[int]) -> int:
@@ -186,8 +193,9 @@ def estimate(model: ModelSize, engine: EngineShape, device: Device) -> RankMemor
         if engine.migrates
         else 0.0
     )
+    gathered = model.gathered_bytes(layouts) if in_place else 0
     kv = engine.kv_cache_memory_bytes or kv_cache_bytes(
-        [Measured(free - step, step) for step in steps], graphs, late, staged
+        [Measured(free - step, step) for step in steps], graphs, late, staged, gathered
     )
     return RankMemory(
         requested=requested,

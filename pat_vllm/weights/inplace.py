@@ -194,6 +194,10 @@ class InPlaceShards(WeightStrategy):
         self._arranged = layout
         return num_bytes
 
+    @property
+    def staging_bytes(self) -> int:
+        return max((c.block.nbytes for c in chain(*self._columns.values())), default=0)
+
     def refresh(self, base: nn.Module, others: Iterable[nn.Module]) -> None:
         """Copy parameters that an update has replaced into the shared storage; renew the copies."""
         for weight in self._base.values():

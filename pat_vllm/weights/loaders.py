@@ -69,6 +69,11 @@ class WeightStrategy(ABC):
             ValueError: the processing has made the weights unfit for this strategy.
         """
 
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of the device's memory that `arrange` takes while it runs. After `release`."""
+        return 0
+
     @abstractmethod
     def refresh(self, base: nn.Module, others: Iterable[nn.Module]) -> None:
         """Give the other layouts the base layout's weights again, which may have changed."""

@@ -103,7 +103,7 @@ class PATGPUWorker(PATWorkerMixin, MakesModelRunner, Worker):
         migrates = self._setup.options.kv_transfer != "recompute"
         staged = staged_by_switches(self._runtimes) if migrates else 0.0
         self.available_kv_cache_memory_bytes = kv_cache_bytes(
-            measured, sum(graphs), buffers, staged
+            measured, sum(graphs), buffers, staged, self._weights.staging_bytes
         )
         check_room(self._base, self.available_kv_cache_memory_bytes, more_room)
         return self.available_kv_cache_memory_bytes

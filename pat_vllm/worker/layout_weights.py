@@ -59,6 +59,11 @@ class LayoutWeights:
         """The option `weights`, resolved."""
         return "inplace" if isinstance(self._strategy, InPlaceShards) else "materialized"
 
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of the device's memory that `arrange` takes while it runs."""
+        return self._strategy.staging_bytes
+
     def finish_loading(self) -> None:
         """Free what only loading needed. Guard weights that cannot be updated against updates.
 

@@ -57,7 +57,7 @@ class Weights:
     """In place of `LayoutWeights`, where rows would be put in order."""
 
     strategy = "inplace"
-
+    staging_bytes = 0
     loading = False
 
     def __init__(self, config: VllmConfig, runtimes: Mapping[Layout, Any], rank: int) -> None:

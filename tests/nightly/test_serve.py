@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from tests.support.fork_server import Program
+from tests.support.fp8_on_cpu import PACKING
 from tests.support.models import random_model
 from tests.support.serve import PATIENCE, Server
 from tests.support.vision import torchvision_stub
@@ -53,8 +54,17 @@ def test_text_of_a_class_for_images(tmp_path: Path) -> None:
         check_through_switches(Server(tmp_path / "serve.log", MIGRATE, **options))
 
 
-def check_through_switches(server: Server) -> None:
-    """Greedy answers are the same through switches under load."""
+def test_weights_and_kv_in_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layouts round differently, so that answers may differ from one that no switch was made in."""
+    monkeypatch.setenv("VLLM_DISABLED_KERNELS", ",".join(PACKING))
+    options = {"dtype": "bfloat16", "quantization": "fp8_per_channel", "kv-cache-dtype": "fp8_e5m2"}
+    server = Server(tmp_path / "serve.log", MIGRATE, Program, **options)
+    check_through_switches(server, same_text=False)
+    assert "PAT switched tp1dp2 -> tp2dp1" in server.child.output
+
+
+def check_through_switches(server: Server, same_text: bool = True) -> None:
+    """Greedy answers are the same, and all there, through switches under load."""
     lengths = [200] * 4
     try:
         server.wait_until_ready()
@@ -65,7 +75,8 @@ def check_through_switches(server: Server) -> None:
             while not answers.done():
                 server.switch(tp)
                 tp = 3 - tp
-            assert answers.result() == quiet
+            assert [tokens for _, tokens in answers.result()] == lengths
+            assert not same_text or answers.result() == quiet
         assert sum(switch.migrated for switch in server.report().switches) >= len(lengths)
         assert server.stop() == 0
     finally:

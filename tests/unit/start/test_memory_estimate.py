@@ -81,14 +81,15 @@ def devices(draw: st.DrawFn) -> tuple[int, list[Measured], int, list[int]]:
 
 
 @settings(max_examples=80)
-@given(devices(), st.floats(0, 3))
+@given(devices(), st.floats(0, 3), st.integers(0, GB))
 def test_steps_and_switches_have_room_and_nothing_else_is_kept_free(
-    device: tuple[int, list[Measured], int, list[int]], staged: float
+    device: tuple[int, list[Measured], int, list[int]], staged: float, gathered: int
 ) -> None:
     free, layouts, graphs, buffers = device
-    kv = kv_cache_bytes(layouts, graphs, buffers, staged)
+    kv = kv_cache_bytes(layouts, graphs, buffers, staged, gathered)
     left = free - graphs - (sum(buffers) - max(buffers)) - kv
-    assert -1000 < left - max(kv * staged, *(layout.activations for layout in layouts), 0) < 1000
+    switch = kv * staged + gathered
+    assert -1000 < left - max(switch, *(layout.activations for layout in layouts), 0) < 1000
 
 
 @pytest.mark.parametrize("kv_heads, sent", [(16, 1), (8, 1), (4, 2), (1, 8)])

@@ -19,6 +19,8 @@ from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
 from pat_vllm.layout import Experts, Layout, Place
+from pat_vllm.models.model_size import ModelSize
+from pat_vllm.models.quantization import Quantized
 from pat_vllm.patches.weights import keep_plain_weights
 from pat_vllm.weights.inplace import InPlaceShards
 from pat_vllm.weights.kv_scales import share_kv_scales
@@ -192,6 +194,9 @@ def walk(
     ranks, rng, config = ranks_of(monkeypatch), random.Random(name), config_of(name, how)
     expected = {layout: stock(config, layout, rank, experts, ranks) for layout in layouts}
     strategy, models = engine_of(config, layouts, rank, experts, ranks)
+    size = ModelSize.of(config.model_config.hf_config.to_dict(), 2, Quantized(weight_bytes=1))
+    blocks = "block" in f"{name} {how}"  # what CPU has in a block kernel's place wants no gaps
+    assert strategy.staging_bytes == (size.gathered_bytes(layouts) if blocks else 0)
     places = {at: [t.data_ptr() for t in tensors(model).values()] for at, model in models.items()}
     for layout in [*layouts, *rng.choices(layouts, k=8), layouts[0]]:
         strategy.arrange(layout)
