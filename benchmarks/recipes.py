@@ -4,9 +4,9 @@
     python -m benchmarks.recipes nemo-rl CHECKOUT --list
 
 Nothing is run. An engine's size is the user's to choose (docs/trainers.md), so only one that is
-wider than a node is a reason. What is refused is asked of PAT: VeRL's adapter, the rules for options
-and models, the classes whose sizes it knows and docs/limits.md's table. Which class a name means
-stands here.
+wider than a node is a reason. What is refused is asked of PAT: VeRL's adapter, the rules for
+options and models, the classes whose sizes are known, and the table of docs/limits.md. Which class
+a name means stands here.
 """
 
 from __future__ import annotations
