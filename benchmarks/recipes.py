@@ -39,7 +39,6 @@ CLASSES = {
     r"qwen3-.*(a\d+b|moe)": "Qwen3MoeForCausalLM",
     r"qwen3-": "Qwen3ForCausalLM",
     r"qwen-?2|distill-qwen": "Qwen2ForCausalLM",
-    r"mimo-7b": "Qwen2ForCausalLM",  # vLLM's MiMoForCausalLM is a subclass that adds no layer
     r"nemotron.*omni": "NemotronH_Nano_VL_V2",
     r"nemotron-(3|nano)": "NemotronHForCausalLM",
     r"llama|deepseek-llm": "LlamaForCausalLM",
