@@ -22,6 +22,9 @@ TESTED_VERL = ("0.9", "0.10")
 ALLOW_UNTESTED = "PAT_ALLOW_UNTESTED_VERL"
 """Environment variable that lets it run with another verl when set to 1."""
 
+Refused = list[tuple[str, Any, str]]
+"""Options that PAT cannot serve: (option, value, way out)."""
+
 _KWARGS = "engine_kwargs.vllm"
 _ENABLED = f"{_KWARGS}.additional_config.pat.enabled"
 _SPECULATE = (
@@ -77,18 +80,26 @@ def check_rollout(
     Raises:
         ValueError: an option that PAT cannot serve; names it, its value and the way out.
     """
-    problems = [
-        f"{option}={_shown(value)} ({way_out})" for option, value, way_out in _found(rollout, model)
-    ]
-    problems += _gpu_problems(rollout, _num_heads(model), gpus_per_node, world_size)
-    if problems:
+    refused = refused_of(rollout, model, gpus_per_node, world_size)
+    if refused:
         asked = f"rollout.name={NAME}"
         if _get(rollout, "name") != NAME:
             asked = f"rollout.{_KWARGS}.distributed_executor_backend={NAME}"
             if _enabled(rollout):
                 asked = f"rollout.{_ENABLED}=true"
+        problems = (f"{option}={_shown(value)} ({way_out})" for option, value, way_out in refused)
         raise ValueError(f"{asked} does not work with " + "; ".join(problems))
     pat_options(rollout).resolve_layouts(_number(rollout, "tensor_model_parallel_size"))
+
+
+def refused_of(
+    rollout: Any,
+    model: Any = None,
+    gpus_per_node: int | None = None,
+    world_size: int | None = None,
+) -> Refused:
+    """What PAT cannot serve of a rollout config; the arguments are those of `check_rollout`."""
+    return _options(rollout, model) + _sizes(rollout, _num_heads(model), gpus_per_node, world_size)
 
 
 def pat_options(rollout: Any) -> PATConfig:
@@ -130,9 +141,9 @@ def plain(value: Any) -> Any:
     return value
 
 
-def _found(rollout: Any, model: Any) -> list[tuple[str, Any, str]]:
-    """Options that PAT cannot serve, as (option, value, way out)."""
-    problems: list[tuple[str, Any, str]] = []
+def _options(rollout: Any, model: Any) -> Refused:
+    """Options that PAT cannot serve, but for the number of GPUs."""
+    problems: Refused = []
 
     def refuse(option: str, way_out: str, when: bool = True, value: Any = None) -> None:
         if when:
@@ -229,32 +240,28 @@ def _found(rollout: Any, model: Any) -> list[tuple[str, Any, str]]:
     return problems
 
 
-def _gpu_problems(
+def _sizes(
     rollout: Any, heads: int | None, gpus_per_node: int | None, world_size: int | None
-) -> list[str]:
+) -> Refused:
+    """The number of an engine's GPUs, if PAT cannot serve it."""
     option = "rollout.tensor_model_parallel_size"
     tp = _number(rollout, "tensor_model_parallel_size")
     if tp < 2:
-        return [
-            f"{option}={tp} (it must be at least 2, since PAT makes replicas of the GPUs of one "
-            "engine: name all GPUs of a node, or set rollout.name=vllm)"
-        ]
+        way_out = (
+            "it must be at least 2, since PAT makes replicas of the GPUs of one engine: name all "
+            "GPUs of a node, or set rollout.name=vllm"
+        )
+        return [(option, tp, way_out)]
     allowed = _allowed(_widths(gpus_per_node, heads))
     if gpus_per_node is not None and (tp > gpus_per_node or gpus_per_node % tp):
-        return [
-            f"{option}={tp} on nodes with {gpus_per_node} GPUs (an engine stays inside a node: "
-            f"{allowed}; more nodes get more PAT engines)"
-        ]
+        way_out = f"an engine stays inside a node: {allowed}; more nodes get more PAT engines"
+        return [(option, f"{tp} on nodes with {gpus_per_node} GPUs", way_out)]
     if heads is not None and heads % tp:
-        return [
-            f"{option}={tp} with a model of {heads} attention heads (each rank has as many of "
-            f"them: {allowed}; a node gets more PAT engines)"
-        ]
+        way_out = f"each rank has as many of them: {allowed}; a node gets more PAT engines"
+        return [(option, f"{tp} with a model of {heads} attention heads", way_out)]
     if world_size is not None and world_size % tp:
-        return [
-            f"{option}={tp} on {world_size} GPUs (each must belong to an engine: "
-            f"{_allowed(_widths(world_size, heads))})"
-        ]
+        way_out = f"each must belong to an engine: {_allowed(_widths(world_size, heads))}"
+        return [(option, f"{tp} on {world_size} GPUs", way_out)]
     return []
 
 
