@@ -6,6 +6,7 @@ import pytest
 
 from tests.engine.specs import (
     FOUR_RANKS,
+    FP8,
     IN_PLACE,
     LATENT,
     LINEAR,
@@ -41,17 +42,27 @@ RUNNER_V2 = EngineSpec(
     model_runner_v2=True,
     without_async_scheduling=True,
 )
+FP8_V2 = EngineSpec(
+    "fp8, V2",
+    "fp8_blocks",
+    2,
+    IN_PLACE,
+    OPTIONS,
+    model_runner_v2=True,
+    without_async_scheduling=True,
+)
 # Windows, sinks, experts with biases: weights that its own `load_weights` cuts.
 GPT_OSS = EngineSpec("gpt-oss", "gpt_oss", 2, IN_PLACE | SPREAD, OPTIONS)
-pytestmark = pytest.mark.engine(COPIES, RUNNER_V2, GPT_OSS)
+pytestmark = pytest.mark.engine(COPIES, RUNNER_V2, GPT_OSS, FP8_V2)
 ENGINES = {
     "test_long_storm": [
-        *(FOUR_RANKS, MIXTURE, SPREAD_MIXTURE, COPIES, RUNNER_V2, V2, GPT_OSS, LATENT, LINEAR)
-    ]
+        *(FOUR_RANKS, MIXTURE, SPREAD_MIXTURE, COPIES, RUNNER_V2, V2, GPT_OSS, LATENT, LINEAR),
+        *(FP8, FP8_V2),
+    ],
+    "test_an_update_between_sleep_and_waking_up": [COPIES, RUNNER_V2, FP8, FP8_V2],
 } | {
     test: [COPIES, RUNNER_V2]
     for test in (
-        "test_an_update_between_sleep_and_waking_up",
         "test_an_update_under_way_is_as_in_stock_vllm",
         "test_methods_that_change_the_model_run_in_every_layout",
         "test_what_happens_in_an_update_by_layers",
