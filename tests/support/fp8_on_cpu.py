@@ -45,6 +45,11 @@ def apply(patch: pytest.MonkeyPatch) -> None:
     _run_experts(patch)
 
 
+def has_fp8_kv() -> bool:
+    """Whether vLLM's attention on this CPU has KV in fp8."""
+    return torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()
+
+
 @contextmanager
 def applied() -> Iterator[None]:
     """Inside, it is replaced."""
