@@ -62,7 +62,6 @@ def test_weights_and_kv_in_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         options["kv-cache-dtype"] = "fp8_e5m2"
     server = Server(tmp_path / "serve.log", MIGRATE, Program, **options)
     check_through_switches(server, same_text=False)
-    assert "PAT switched tp1dp2 -> tp2dp1" in server.child.output
 
 
 def check_through_switches(server: Server, same_text: bool = True) -> None:
