@@ -249,23 +249,30 @@ def layout_kv_cache_config(
     return config
 
 
-def kinds_of(base_config: KVCacheConfig, base: Layout, num_kv_heads: int) -> tuple[StateKind, ...]:
+def kinds_of(
+    base_config: KVCacheConfig, base: Layout, num_kv_heads: int, reads_ahead: bool = False
+) -> tuple[StateKind, ...]:
     """The kinds of the engine's KV cache groups, in vLLM's order.
 
     Args:
         base_config: KV cache config of a rank of the layout `base`.
         num_kv_heads: number of KV heads that the model's config names.
+        reads_ahead: whether there is a drafter for which vLLM drops the last block of a hit.
 
     Raises:
         ValueError: layouts cannot share these groups.
     """
     kinds = []
+    # vLLM flags the groups with the drafter's layers, or means all of them; those with one spec are
+    # looked up together.
+    drafters = [g.kv_cache_spec for g in base_config.kv_cache_groups if g.is_eagle_group]
     for group in base_config.kv_cache_groups:
         spec = group.kv_cache_spec
+        drops = reads_ahead and (not drafters or spec in drafters)
         if (served_by := class_of(spec)) is None:
             raise ValueError(f"PAT supports {served()} only, but the KV cache is {spec}")
         heads = served_by.heads_in(spec, num_kv_heads, base.tp)
-        kind = served_by.of(spec, heads, len(group.layer_names))
+        kind = served_by.of(spec, heads, len(group.layer_names), dropped=int(drops))
         if not kind.padded and len(kind.heads_of(base, 0)) != spec.num_heads:
             raise ValueError(
                 f"PAT needs the same {heads} KV heads in all layers, but some have a KV "

@@ -137,3 +137,7 @@ class WeightUpdatesMixin(_Base):
     def start_weight_update(self) -> None:
         self._weights.refuse_if_packed()
         super().start_weight_update()
+
+    def start_draft_weight_update(self) -> None:
+        self._weights.refuse_if_packed()
+        super().start_draft_weight_update()
