@@ -98,6 +98,10 @@ def _make_speculative(
     """Give a layout the drafter of its tp, ready for every draft length."""
     own = copy.copy(engine)
     own.target_parallel_config = own.draft_parallel_config = config.parallel_config
+    drafter = own.draft_model_config
+    if drafter is not None and not drafter.is_moe:  # as vLLM has it, of a draft model
+        own.draft_parallel_config = copy.copy(config.parallel_config)
+        own.draft_parallel_config.enable_expert_parallel = False
     own.num_speculative_tokens_per_batch_size = every_length(lengths)
     config.speculative_config = own
     # vLLM looked for a schedule of draft lengths in the user's config, which need not have one.
@@ -257,22 +261,20 @@ def kinds_of(
     Args:
         base_config: KV cache config of a rank of the layout `base`.
         num_kv_heads: number of KV heads that the model's config names.
-        reads_ahead: whether there is a drafter for which vLLM drops the last block of a hit.
+        reads_ahead: whether there is a drafter for which vLLM drops the last block of a hit. Of an
+            MTP module it drops that of the module's group only; where groups differ, PAT may count
+            a block less than vLLM finds.
 
     Raises:
         ValueError: layouts cannot share these groups.
     """
     kinds = []
-    # vLLM flags the groups with the drafter's layers, or means all of them; those with one spec are
-    # looked up together.
-    drafters = [g.kv_cache_spec for g in base_config.kv_cache_groups if g.is_eagle_group]
     for group in base_config.kv_cache_groups:
         spec = group.kv_cache_spec
-        drops = reads_ahead and (not drafters or spec in drafters)
         if (served_by := class_of(spec)) is None:
             raise ValueError(f"PAT supports {served()} only, but the KV cache is {spec}")
         heads = served_by.heads_in(spec, num_kv_heads, base.tp)
-        kind = served_by.of(spec, heads, len(group.layer_names), dropped=int(drops))
+        kind = served_by.of(spec, heads, len(group.layer_names), dropped=int(reads_ahead))
         if not kind.padded and len(kind.heads_of(base, 0)) != spec.num_heads:
             raise ValueError(
                 f"PAT needs the same {heads} KV heads in all layers, but some have a KV "

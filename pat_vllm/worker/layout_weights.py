@@ -40,6 +40,8 @@ class LayoutWeights:
     drafter_is_stale = False
     _reload: OpenedReload | None = None  # until weights are loaded
     _of_drafter: WeightStrategy | None = None
+    _updated: frozenset[str] = frozenset()
+    """The models that weights have been loaded into since the last `refresh`."""
 
     def __init__(
         self,
@@ -56,7 +58,6 @@ class LayoutWeights:
         """
         self._runtimes = tuple(runtimes.values())
         self._base = self._runtimes[0]
-        self._updated: set[str] = set()
 
         def make() -> WeightStrategy:
             if setup.weights == "inplace":
@@ -110,9 +111,10 @@ class LayoutWeights:
             ValueError: vLLM has made the weights unfit for the `weights` option, or layouts cannot
                 share the scales of the KV cache.
         """
+        for strategy in self._strategies():
+            strategy.release()
         self._kv_scales = self._share_kv_scales()
         for strategy, (base, *_) in self._models():
-            strategy.release()
             try:
                 strategy.check(base)
             except ValueError:
@@ -125,7 +127,7 @@ class LayoutWeights:
             if self._packed:
                 refuse_load_weights(model, self.refuse_if_packed)
             elif len(trained) > 1:
-                before_load_weights(model, partial(self._updated.add, name))
+                before_load_weights(model, partial(self._note_update, name))
         if not self._packed:
             self._reload = OpenedReload(target, self._base.config)
 
@@ -187,11 +189,14 @@ class LayoutWeights:
         same = before == self._kv_scales
         return Refreshed.DONE if same else Refreshed.WITH_OTHER_KV_SCALES
 
+    def _note_update(self, model: str) -> None:
+        self._updated |= {model}
+
     def _look_for_stale_drafter(self) -> None:
         """Look which models have been updated since the last time."""
         if self._updated:
             self.drafter_is_stale = "drafter" not in self._updated
-            self._updated.clear()
+            self._updated = frozenset()
 
     def _share_kv_scales(self) -> list[float]:
         """Give every layout the base layout's scales of the KV cache, and return them."""

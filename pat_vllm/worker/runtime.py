@@ -22,6 +22,7 @@ from pat_vllm.kv_transfer.plan import EXCHANGE_CHANNELS
 from pat_vllm.layout import Layout
 from pat_vllm.models.drafters import has_weights
 from pat_vllm.models.kinds import class_of, served
+from pat_vllm.patches.runners import is_v2
 from pat_vllm.patches.schedulers import quiet_connectors
 from pat_vllm.worker.layout_config import KV_LAYOUTS
 
@@ -92,10 +93,10 @@ class LayoutRuntime:
         """Check that a drafter's layers can join the groups of the target's. Raises ValueError."""
         if not has_weights(self.config.speculative_config):
             return
-        layers = self._attention_layers
-        drafters = {name for name in specs if getattr(layers[name], "is_draft_layer", False)}
+        assert is_v2(self.runner)
+        drafters = self.runner.speculator.draft_attn_layer_names
         targets = {name: spec for name, spec in specs.items() if name not in drafters}
-        for name in sorted(drafters):
+        for name in sorted(drafters & specs.keys()):
             if specs[name] not in targets.values():
                 other = next(iter(targets))
                 raise ValueError(

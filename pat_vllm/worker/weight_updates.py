@@ -108,6 +108,8 @@ class WeightUpdatesMixin(_Base):
             self._activate(active)
         done = self._weights.refresh(self._active.layout)
         self._synchronize_device()
+        if done and self._weights.drafter_is_stale:
+            done |= Refreshed.WITH_STALE_DRAFTER
         return done
 
     def sleep(self, *args: Any, **kwargs: Any) -> None:

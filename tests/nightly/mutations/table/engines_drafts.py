@@ -31,7 +31,7 @@ MUTATIONS = mutations({
         ("new weights come to the active layout", "worker.weight_updates:WeightUpdatesMixin.pat_call_in_base", "self._enter_for_a_call(self._base)\n            return function", "return function"),
     ],
     "tests/engine/test_updates_under_way.py::test_a_storm_of_updates": [
-        ("after an update rows stay as in the base layout", "worker.layout_weights:LayoutWeights.refresh", "self._strategy.arrange(active)", "pass"),
+        ("after an update rows stay as in the base layout", "worker.layout_weights:LayoutWeights.refresh", "self.arrange(active)", "pass"),
     ],
     "tests/engine/speculation/test_sampled.py::test_a_seed_without_drafts_gives_what_it_does_without_speculation": [
         ("a request's random numbers begin again", "worker.request_state:V1RequestStateTransfer.restore", "generator.set_state(packed.generator_state)", "generator.manual_seed(packed.state['sampling_params'].seed)"),
