@@ -55,7 +55,10 @@ class Case:
         target, options, drafter = CASES[method]
         self.method = method
         self.paths = {
-            updated: (random_model(target + updated), drafter and random_model(drafter + updated))
+            updated: (
+                random_model(target + updated),
+                None if drafter is None else random_model(drafter + updated),
+            )
             for updated in ("", "_updated")
         }
         self._options = options

@@ -140,6 +140,9 @@ MUTATIONS = mutations({
         ("blocks that ascend are one run", "kernels.kv:_runs", "sum(runs[-1]) == block", "runs[-1][0] < block"),
         ("pieces of a peer lie over each other", "kernels.kv:IndexedBlocks.__init__", "pieces[-1].end if pieces else 0\n                shape", "0\n                shape"),
     ],
+    "tests/vllm/scheduler/test_groups.py::test_hits_with_a_drafter_that_reads_ahead": [
+        ("what is dropped of a hit is its window's", "models.kinds:StateKind.needed", "blocks - self.dropped", "blocks"),
+    ],
     "tests/vllm/weights/test_drafters.py": [
         ("drafters of all layouts share all they can", "weights.drafter:sharing_as", "modules.get(name) in of_target", "True"),
         ("a drafter's captured embeddings stay", "worker.layout_weights:LayoutWeights.loading_into", "self._of_drafter.keep(own)", "pass"),

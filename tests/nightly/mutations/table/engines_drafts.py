@@ -51,6 +51,9 @@ MUTATIONS = mutations({
         ("new prompts' acceptance holds for repeated ones", "predictor.acceptance:AcceptanceByPrompt.observe", "self.of_repeated if repeated else self.of_new", "self.of_new"),
         ("the share of repeated prompts is that of the first", "predictor.acceptance:AcceptanceByPrompt.arrived", "self._share = self._arrived[1] / sum(self._arrived)", "self._share = self._share or self._arrived[1]"),
     ],
+    "tests/engine/v2/test_drafters.py": [
+        ("trainers find no drafter", "patches.drafts:prepare_drafter", "name_drafter(runner)", "pass"),
+    ],
     "tests/engine/speculation/test_walks.py": [
         ("drafters do not hear of rows", "worker.worker:PATWorkerMixin.take_draft_rows", "self._shelf.take(update)", "pass"),
     ],
