@@ -131,10 +131,14 @@ def take_every_draft_length(runner: RunnerV1 | RunnerV2) -> None:
     assert config is not None
     if is_v2(runner):
         import vllm.v1.worker.gpu.cudagraph_utils as cudagraph_utils
-        import vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils as of_drafters
 
-        for module in (cudagraph_utils, of_drafters):
-            replace(module, "build_dynamic_sd_schedule_lookup", _look_up_all)
+        replace(cudagraph_utils, "build_dynamic_sd_schedule_lookup", _look_up_all)
+        if has_weights(config):
+            from vllm.v1.worker.gpu.spec_decode.target_dependent_ar import (
+                cudagraph_utils as of_drafters,
+            )
+
+            replace(of_drafters, "build_dynamic_sd_schedule_lookup", _look_up_all)
         replace(cudagraph_utils.CudaGraphManager, "_init_candidates", _find_all)
     elif config.method == "ngram_gpu":
         replace(runner.drafter, "propose", functools.partial(_propose_some, runner.drafter))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from pat_vllm.layout import device_of
@@ -183,9 +184,10 @@ def _drafts(vllm_config: VllmConfig) -> Any:
     speculative = vllm_config.speculative_config
     if speculative is None or speculative.method is None:
         return None
-    if is_served(speculative.method, vllm_config.use_v2_model_runner):
-        return None
-    return speculative.method
+    use_v2 = vllm_config.use_v2_model_runner
+    if has_weights(speculative):  # 0.31 has other drafters
+        use_v2 &= find_spec("vllm.v1.worker.gpu.spec_decode.target_dependent_ar") is not None
+    return None if is_served(speculative.method, use_v2) else speculative.method
 
 
 def _of_drafter(option: str, served: Any, allowed: str) -> Rule:
@@ -216,7 +218,7 @@ def _drafter_with_state(vllm_config: VllmConfig) -> Any:
 
 def _several_modules(vllm_config: VllmConfig) -> Any:
     """The draft length, where more than one of a model's MTP modules would draft."""
-    speculative = vllm_config.speculative_config
+    speculative: Any = vllm_config.speculative_config
     if not has_weights(speculative) or not speculative.use_multi_module_mtp():
         return None
     return speculative.num_speculative_tokens
@@ -320,7 +322,8 @@ RULES = (
     Rule(
         "speculative_config.method",
         _drafts,
-        f"{', '.join(OF_TEXT)}; with Model Runner V2 also {', '.join(OF_WEIGHTS)}",
+        f"{', '.join(OF_TEXT)}; with Model Runner V2 from vLLM 0.32 on also "
+        f"{', '.join(OF_WEIGHTS)}",
     ),
     Rule(
         "speculative_config.model",

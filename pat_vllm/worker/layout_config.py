@@ -99,7 +99,8 @@ def _make_speculative(
     own = copy.copy(engine)
     own.target_parallel_config = own.draft_parallel_config = config.parallel_config
     drafter = own.draft_model_config
-    if drafter is not None and not drafter.is_moe:  # as vLLM has it, of a draft model
+    spread = config.parallel_config.enable_expert_parallel
+    if spread and drafter is not None and not drafter.is_moe:  # as vLLM has it
         own.draft_parallel_config = copy.copy(config.parallel_config)
         own.draft_parallel_config.enable_expert_parallel = False
     own.num_speculative_tokens_per_batch_size = every_length(lengths)

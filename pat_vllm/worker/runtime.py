@@ -6,7 +6,7 @@ import copy
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -94,7 +94,8 @@ class LayoutRuntime:
         if not has_weights(self.config.speculative_config):
             return
         assert is_v2(self.runner)
-        drafters = self.runner.speculator.draft_attn_layer_names
+        speculator: Any = self.runner.speculator
+        drafters = speculator.draft_attn_layer_names
         targets = {name: spec for name, spec in specs.items() if name not in drafters}
         for name in sorted(drafters & specs.keys()):
             if specs[name] not in targets.values():
