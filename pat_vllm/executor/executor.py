@@ -13,12 +13,13 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import cloudpickle
 import vllm.envs as envs
+from vllm.logger import init_logger
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from pat_vllm.executor import rpc
@@ -56,6 +57,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
     from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+
+logger = init_logger(__name__)
 
 _IDLE_WAIT_SECONDS = 5e-3
 """Seconds to wait for the busy replicas while another is idle, before looking for new requests:
@@ -117,6 +120,9 @@ class PATExecutorMixin(OwnRepliesMixin):
     _network = Network()
     _missing = False
     """Whether the last call that may have written weights left the base layout's incomplete."""
+    drafter_is_stale = False
+    """Whether the target's weights have been updated since the drafter's were."""
+    _told_of_drafter = False
     kv_is_void = False
     """Whether new scales of the KV cache have come, under which it holds nothing of use; until its
     reader has dropped it and says False."""
@@ -275,11 +281,24 @@ class PATExecutorMixin(OwnRepliesMixin):
         if self._stale and not self._missing and not self.is_sleeping:
             began = time.perf_counter()
             self._leave_lanes()
-            replies: list[Refreshed] = self._call_together(rpc.REFRESH_WEIGHTS)
+            replies = [Refreshed(reply) for reply in self._call_together(rpc.REFRESH_WEIGHTS)]
             self._stale = self._missing = not all(replies)
-            self.kv_is_void |= Refreshed.WITH_OTHER_KV_SCALES in replies
+            self.kv_is_void |= any(Refreshed.WITH_OTHER_KV_SCALES in reply for reply in replies)
+            if not self._stale:
+                self._note_stale_drafter(replies)
             self._weight_calls.refreshed(time.perf_counter() - began)
         return not self._stale
+
+    def _note_stale_drafter(self, replies: Iterable[Refreshed]) -> None:
+        """Say so once if the drafter has not been updated with its target."""
+        self.drafter_is_stale = any(Refreshed.WITH_STALE_DRAFTER in reply for reply in replies)
+        if self.drafter_is_stale and not self._told_of_drafter:
+            self._told_of_drafter = True
+            logger.warning(
+                "PAT: new weights have come for the model, but none for its drafter. Outputs stay "
+                "right, but fewer drafts will be accepted. Update it too: its model is "
+                "`model_runner.drafter.model`; vLLM's own call is start_draft_weight_update."
+            )
 
     def waits_for_weights(self) -> bool:
         """Whether no step can be made until a call brings the rest of new weights.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
+from enum import IntFlag
 from typing import Literal
 
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
@@ -86,14 +86,16 @@ class ResolvedKernels:
     weights: Literal["inplace", "materialized"]
 
 
-class Refreshed(IntEnum):
+class Refreshed(IntFlag):
     """What came of deriving the layouts' weights again; false where nothing did."""
 
     MISSING = 0
     """The base layout has not got all of its own yet."""
     DONE = 1
-    WITH_OTHER_KV_SCALES = 2
+    WITH_OTHER_KV_SCALES = 3
     """Done; what KV caches hold is worth nothing under the new scales."""
+    WITH_STALE_DRAFTER = 5
+    """Done; the drafter's weights are older than the target's."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar, TypeAlias
 
@@ -28,11 +28,14 @@ class StateKind:
         heads: parts into which tensor parallelism can cut a block, such as KV heads.
         block_size: tokens of a block.
         token_bytes: of a token, over all layers of the group and all heads.
+        dropped: blocks at the end of a hit that vLLM gives back: what a drafter has in the last one
+            depends on the token behind it. They have to be cached all the same.
     """
 
     heads: int
     block_size: int
     token_bytes: int = 0
+    dropped: int = field(default=0, kw_only=True)
 
     title: ClassVar[str]
     """Its name in error messages."""
@@ -102,7 +105,7 @@ class StateKind:
     def held(self, tokens: int) -> range:
         """Places of the blocks that are not null, of a request with so many computed tokens.
 
-        They end with the last token's. A hit in the prefix cache needs those of its tokens.
+        They end with the last token's.
         """
         return range(self.skipped(tokens) // self.block_size, -(-tokens // self.block_size))
 
@@ -124,6 +127,11 @@ class StateKind:
         """
         return -(-tokens // self.block_size)
 
+    def needed(self, blocks: int) -> range:
+        """Places of the blocks that a hit of so many needs, those `dropped` included."""
+        rest = max(0, blocks - self.dropped)
+        return range(self.held(rest * self.block_size).start, blocks)
+
     def longest_hit(self, most: int, is_cached: Callable[[int], bool]) -> int:
         """The longest prefix, of at most so many blocks, that the cache has.
 
@@ -132,7 +140,7 @@ class StateKind:
         """
         blocks = most
         while blocks:
-            needed = reversed(self.held(blocks * self.block_size))
+            needed = reversed(self.needed(blocks))
             # A longer prefix than up to this gap would need it, too.
             gap = next((place for place in needed if not is_cached(place)), None)
             if gap is None:
@@ -142,7 +150,7 @@ class StateKind:
 
     def missing(self, blocks: int, has: Callable[[int], bool]) -> Sequence[int]:
         """Places of blocks that a hit of so many blocks needs, without those that `has` names."""
-        return [place for place in self.held(blocks * self.block_size) if not has(place)]
+        return [place for place in self.needed(blocks) if not has(place)]
 
 
 @dataclass(frozen=True)
@@ -383,7 +391,7 @@ def longest_context(kinds: Kinds, blocks: int, most: int, room: int) -> int:
 def longest_hit(kinds: Kinds, most: int, is_cached: Callable[[int, int], bool]) -> int:
     """The longest prefix, of at most so many blocks, that the caches of all groups have.
 
-    As vLLM's `find_longest_cache_hit`.
+    As vLLM's `find_longest_cache_hit`, with the blocks that it drops.
 
     Args:
         is_cached: whether the cache of a group has the block of a place.

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from pat_vllm.patches.replacing import replace
+from pat_vllm.models.drafters import has_weights
+from pat_vllm.patches.replacing import replace, replaced
 from pat_vllm.patches.runners import is_v2
 
 if TYPE_CHECKING:
@@ -20,11 +22,47 @@ if TYPE_CHECKING:
 
 def prepare_drafter(runner: RunnerV1 | RunnerV2) -> None:
     """Have a runner that speculates draft as PAT needs it: see what this calls."""
-    if runner.speculative_config is not None:
+    config = runner.speculative_config
+    if config is None:
+        return
+    take_every_draft_length(runner)
+    if has_weights(config):
+        name_drafter(runner)
+    else:
         skip_empty_drafts(runner)
-        take_every_draft_length(runner)
         draft_near_the_longest_context(runner)
         end_thinking_in_own_rows(runner)
+
+
+def name_drafter(runner: RunnerV1 | RunnerV2) -> None:
+    """Have a Model Runner V2 with a drafter of weights call it `drafter`, too, as V1 does.
+
+    Without it: VeRL, NeMo-RL, SkyRL and ROLL, which look for `runner.drafter.model`, find none.
+    They update the target alone, most of them silently. Missing seam: they do not ask
+    `get_draft_model`, which both runners have.
+    """
+    if is_v2(runner):
+        runner.drafter = runner.speculator  # type: ignore[attr-defined]
+
+
+def share_with_target(shared: Mapping[str, bool]) -> AbstractContextManager[None]:
+    """Inside, have drafters share modules with their target as told, in Model Runner V2.
+
+    Without it: vLLM goes by flags that only reading a checkpoint sets, and then compares values.
+    Another layout's drafter has read none, and its shards have no values yet: a head of its own
+    would be replaced by the target's. Missing seam: a loader that is given the answer.
+
+    Args:
+        shared: by vLLM's flag that a drafter has the module itself, such as `has_own_lm_head`.
+    """
+    import vllm.v1.worker.gpu.spec_decode.eagle.utils as utils
+
+    def should_share(drafter: Any, flag: str, *modules: Any) -> bool:
+        if hasattr(drafter, flag):
+            setattr(drafter, flag, not shared[flag])
+        return shared[flag]
+
+    return replaced(utils, "_should_share", should_share)
 
 
 def use_drafter(runner: RunnerV1 | RunnerV2, drafter: Any) -> None:
@@ -81,7 +119,7 @@ def _propose(speculator: Any, original: Callable[..., Any]) -> Callable[..., Any
 
 
 def take_every_draft_length(runner: RunnerV1 | RunnerV2) -> None:
-    """Have a runner with an n-gram drafter serve every draft length that its config names.
+    """Have a runner serve every draft length that its config names.
 
     Without it: the drafter "ngram_gpu" of Model Runner V1 fails in a step of another draft length
     than the longest. V2 captures no graphs for the longest ones where a layout runs fewer requests
@@ -95,6 +133,12 @@ def take_every_draft_length(runner: RunnerV1 | RunnerV2) -> None:
         import vllm.v1.worker.gpu.cudagraph_utils as cudagraph_utils
 
         replace(cudagraph_utils, "build_dynamic_sd_schedule_lookup", _look_up_all)
+        if has_weights(config):
+            from vllm.v1.worker.gpu.spec_decode.target_dependent_ar import (
+                cudagraph_utils as of_drafters,
+            )
+
+            replace(of_drafters, "build_dynamic_sd_schedule_lookup", _look_up_all)
         replace(cudagraph_utils.CudaGraphManager, "_init_candidates", _find_all)
     elif config.method == "ngram_gpu":
         replace(runner.drafter, "propose", functools.partial(_propose_some, runner.drafter))

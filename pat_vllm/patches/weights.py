@@ -107,14 +107,22 @@ def before_load_weights(model: nn.Module, call: Callable[[], None]) -> None:
     itself. Missing seam: a worker is not asked before that.
     """
 
+    calls: list[Callable[[], None]] = vars(model).setdefault(_BEFORE_LOADING, [])
+    calls.append(call)
+
     def load(original: Callable[..., Any]) -> Callable[..., Any]:
         def load_weights(*args: Any, **kwargs: Any) -> Any:
-            call()
+            for call in calls:
+                call()
             return original(*args, **kwargs)
 
         return load_weights
 
     replace(model, "load_weights", load)
+
+
+_BEFORE_LOADING = "_pat_before_loading"
+"""Attribute of a model: what is called before it loads weights."""
 
 
 def process_loaded_weights_by(model: nn.Module, process: Callable[[], bool]) -> None:

@@ -1,13 +1,9 @@
-"""Speculative decoding: which drafters PAT serves, and the draft lengths it keeps ready. Pure."""
+"""Speculative decoding: the draft lengths that an engine keeps ready. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Any
-
-DRAFTERS = ("ngram", "ngram_gpu")
-"""vLLM's methods that PAT serves. Their drafts come from a request's own tokens, so they have
-neither weights nor a KV cache that a switch would have to carry."""
 
 Schedule = Sequence[tuple[int, int, int]]
 """vLLM's `num_speculative_tokens_per_batch_size`: (first batch size, last, draft length)."""
@@ -17,7 +13,7 @@ def ngram_config(longest: int, method: str = "ngram") -> dict[str, Any]:
     """A `speculative_config` of vLLM's for drafts of up to `longest` tokens that follow n-grams.
 
     Args:
-        method: one of `DRAFTERS`.
+        method: one of `OF_TEXT` in `models/drafters.py`.
     """
     return {
         "method": method,

@@ -20,6 +20,7 @@ from vllm.platforms import current_platform
 from vllm.version import __version__ as vllm_version
 
 from pat_vllm import __version__
+from pat_vllm.models.drafters import has_weights
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -111,6 +112,8 @@ def profile_key(vllm_config: VllmConfig, setup: Setup, resolved: ResolvedKernels
             "rejection_sample_method": speculative.rejection_sample_method,
             "earlier_responses": bool(setup.history_bytes),
         }
+        if has_weights(speculative):
+            key["speculation"]["drafter"] = _model(speculative.draft_model_config.hf_text_config)
     if setup.experts is not None:
         key["experts"] = setup.experts
     if current_platform.is_cpu():

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 
 from pat_vllm.layout import Layout
+from pat_vllm.models.drafters import is_measured, reads_ahead
 from pat_vllm.models.layer_sizes import routing_of
 from pat_vllm.profile import Profile
 from pat_vllm.profiling import cache as profile_cache
@@ -150,7 +151,12 @@ def engine_limits(executor: PATExecutorMixin, kv_cache_config: KVCacheConfig) ->
     vllm_config, setup = executor.vllm_config, executor.setup
     layouts, limits, model = setup.layouts, setup.limits, vllm_config.model_config
     assert model is not None
-    kinds = kinds_of(kv_cache_config, layouts[0], model.get_total_num_kv_heads())
+    kinds = kinds_of(
+        kv_cache_config,
+        layouts[0],
+        model.get_total_num_kv_heads(),
+        reads_ahead(vllm_config.speculative_config),
+    )
     return EngineLimits(
         layouts=layouts,
         max_num_seqs={tp: limit.max_num_seqs for tp, limit in limits.items()},
@@ -168,13 +174,11 @@ def engine_limits(executor: PATExecutorMixin, kv_cache_config: KVCacheConfig) ->
 
 
 def _draft_lengths(vllm_config: VllmConfig, kept: Sequence[int]) -> tuple[int, ...]:
-    """The draft lengths to measure.
-
-    There are none with "ngram_gpu" on Model Runner V1: that runner drops, before a step, drafts
-    that it did not find itself, so that it cannot be told how many to verify.
-    """
+    """The draft lengths to measure; none where steps cannot be told how many to verify."""
     config = vllm_config.speculative_config
-    if config is None or (config.use_ngram_gpu() and not vllm_config.use_v2_model_runner):
+    if config is None or config.method is None:
+        return ()
+    if not is_measured(config.method, vllm_config.use_v2_model_runner):
         return ()
     return tuple(length for length in kept if length)
 

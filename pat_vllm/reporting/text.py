@@ -57,6 +57,8 @@ def describe_report(report: Report) -> str:
     steps = ", ".join(_steps(layout, count) for layout, count in report.steps.items())
     if len(report.layouts) == 1 and report.chosen:
         lines.append(report.chosen)
+    if report.drafter_is_stale:
+        lines.append("the drafter has older weights than the model")
     if (share := report.predictor.share_come_true) is not None:
         lines.append(
             f"steps became faster or slower as predicted after {share:.0%} of the switches"

@@ -310,6 +310,8 @@ class Report:
         chosen: why these layouts, and what they leave for KV, in a line.
         batches: batches that ended, and the last one, as far as it got, while no request is left.
         control: what switching was worth, by control batches; None before there are two.
+        drafter_is_stale: whether the weights of a drafter are older than the model's: fewer of its
+            drafts are accepted then.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(ser_json_inf_nan="constants")
@@ -326,6 +328,7 @@ class Report:
     chosen: str = ""
     batches: tuple[BatchReport, ...] = ()
     control: ControlComparison | None = None
+    drafter_is_stale: bool = False
 
     def __str__(self) -> str:
         from pat_vllm.reporting.text import describe_report  # words are made of values

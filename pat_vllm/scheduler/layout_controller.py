@@ -256,7 +256,11 @@ class LayoutController:
         if self.on_engine_thread:
             self.finish_work()
         report = self._monitor.history.report(self._active.layout, self.layouts, since)
-        return replace(report, predictor=self._monitor.policy.report(since))
+        return replace(
+            report,
+            predictor=self._monitor.policy.report(since),
+            drafter_is_stale=self._active.executor.drafter_is_stale,
+        )
 
     # ---------------------------------------------------------------- the switch
 

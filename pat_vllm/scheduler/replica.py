@@ -11,6 +11,7 @@ from vllm.config import KVTransferConfig
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 
 from pat_vllm.layout import Layout
+from pat_vllm.models.drafters import reads_ahead
 from pat_vllm.patches.compat import drain_carried_requests
 from pat_vllm.patches.schedulers import block_pools_from, free_blocks_at_once, quiet_connectors
 from pat_vllm.scheduler.block_pools import BlockPools
@@ -158,7 +159,8 @@ class ReplicaFactory:
         self._pools = BlockPools()
         assert vllm_config.model_config is not None
         num_kv_heads = vllm_config.model_config.get_total_num_kv_heads()
-        self.kinds = kinds_of(kv_cache_config, setup.base, num_kv_heads)
+        ahead = reads_ahead(vllm_config.speculative_config)
+        self.kinds = kinds_of(kv_cache_config, setup.base, num_kv_heads, ahead)
 
     def make(self, layout: Layout) -> list[Replica]:
         """The replicas of `layout`, without requests."""

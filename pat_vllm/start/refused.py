@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from pat_vllm.layout import device_of
+from pat_vllm.models.drafters import OF_TEXT, OF_WEIGHTS, has_weights, is_served
 from pat_vllm.models.layer_sizes import fields_of, linear_heads, may_have_experts
 from pat_vllm.models.model_rules import (
     KINDS_OF_MODELS,
@@ -23,7 +25,6 @@ from pat_vllm.models.model_rules import (
     Refused,
 )
 from pat_vllm.models.quantization import FP8_KV, kv_scale_of
-from pat_vllm.predictor.draft_schedule import DRAFTERS
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
 _PACKED_HEADS = frozenset({"ROCM_ATTN", "ROCM_SEGMENTED_ATTN", "B12X"})
 """vLLM's attention backends that pack all KV heads of a block together, so that its bytes cannot be
 divided among blocks with fewer heads. The workers refuse others like them when they see the KV."""
+
+_DRAFTERS_WITH_STATE = frozenset({"gemma4_mtp", "step3p5_mtp", "inkling_mtp", "deepseek_v4_mtp"})
+"""Types of drafters' models that read the target's KV, or keep other states than it."""
 
 RUN_BY_TRITON = ("flashinfer_cutlass", "flashinfer_trtllm", "aiter")
 """Values of `moe_backend` for unquantized experts in whose place PAT has Triton's kernels run."""
@@ -175,6 +179,51 @@ def _layers_of_two_dtypes(vllm_config: VllmConfig) -> Any:
     return skipped if skipped and cache.cache_dtype in FP8_KV else None
 
 
+def _drafts(vllm_config: VllmConfig) -> Any:
+    """The method of drafts, if PAT does not serve it with this model runner."""
+    speculative = vllm_config.speculative_config
+    if speculative is None or speculative.method is None:
+        return None
+    use_v2 = vllm_config.use_v2_model_runner
+    if has_weights(speculative):  # 0.31 has other drafters
+        use_v2 &= find_spec("vllm.v1.worker.gpu.spec_decode.target_dependent_ar") is not None
+    return None if is_served(speculative.method, use_v2) else speculative.method
+
+
+def _of_drafter(option: str, served: Any, allowed: str) -> Rule:
+    """Refuse all but a value of an option in `speculative_config`, of drafters with weights."""
+
+    def refused(vllm_config: VllmConfig) -> Any:
+        speculative = vllm_config.speculative_config
+        value = getattr(speculative, option, served) if has_weights(speculative) else served
+        return None if value == served else value
+
+    return Rule(f"speculative_config.{option}", refused, allowed)
+
+
+def _quantized_drafter(vllm_config: VllmConfig) -> Any:
+    """The quantization of a drafter, which is the target's for MTP and the checkpoint's else."""
+    if not has_weights(vllm_config.speculative_config):
+        return None
+    return _at(vllm_config, "speculative_config.draft_model_config.quantization")
+
+
+def _drafter_with_state(vllm_config: VllmConfig) -> Any:
+    """The type of a drafter's model that keeps more, or another kind of KV, than the target."""
+    if not has_weights(vllm_config.speculative_config):
+        return None
+    model = _at(vllm_config, "speculative_config.draft_model_config.hf_config.model_type")
+    return model if model in _DRAFTERS_WITH_STATE else None
+
+
+def _several_modules(vllm_config: VllmConfig) -> Any:
+    """The draft length, where more than one of a model's MTP modules would draft."""
+    speculative: Any = vllm_config.speculative_config
+    if not has_weights(speculative) or not speculative.use_multi_module_mtp():
+        return None
+    return speculative.num_speculative_tokens
+
+
 def _images(vllm_config: VllmConfig) -> Any:
     """False, the value of `language_model_only`, where the model takes more than text. With limits
     of 0 for all modalities it takes text alone without the option, too."""
@@ -272,9 +321,38 @@ RULES = (
     _only("cache_config.kv_offloading_size"),
     Rule(
         "speculative_config.method",
-        _other_than("speculative_config.method", *DRAFTERS),
-        f"{', '.join(DRAFTERS)}; layouts cannot share drafters with weights or state yet",
+        _drafts,
+        f"{', '.join(OF_TEXT)}; with Model Runner V2 from vLLM 0.32 on also "
+        f"{', '.join(OF_WEIGHTS)}",
     ),
+    Rule(
+        "speculative_config.model",
+        _drafter_with_state,
+        "a drafter whose KV is of the kind and size of the target's",
+    ),
+    Rule(
+        "speculative_config.quantization",
+        _quantized_drafter,
+        "None: layouts cannot share quantized drafters yet",
+    ),
+    Rule(
+        "speculative_config.num_speculative_tokens",
+        _several_modules,
+        "1, of a model with several MTP modules",
+    ),
+    *(
+        _of_drafter(option, None, "None: a drafter is loaded and run as the target is")
+        for option in ("draft_load_config", "attention_backend", "kv_cache_dtype", "moe_backend")
+    ),
+    *(
+        _of_drafter(option, False, "False, of drafters with weights")
+        for option in (
+            "parallel_drafting",
+            "enable_adaptive_verification",
+            "use_heterogeneous_vocab",
+        )
+    ),
+    _of_drafter("draft_sample_method", "greedy", "greedy, of drafters with weights"),
     _only(
         "speculative_config.rejection_sample_method",
         "standard",

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 from pat_vllm.config import PATConfig
 from pat_vllm.layout import Experts, Layout
 from pat_vllm.modelled.gpus import Link
+from pat_vllm.models.drafters import looks_into_responses
 from pat_vllm.models.layer_sizes import fields_of
 from pat_vllm.models.moe_config import MoEConfig
 from pat_vllm.predictor.draft_schedule import draft_lengths
@@ -86,8 +87,8 @@ class Setup:
         if speculative is not None:
             schedule = speculative.num_speculative_tokens_per_batch_size
             lengths = draft_lengths(speculative.num_speculative_tokens, schedule)
-            # With "ngram_gpu" on Model Runner V1 vLLM's own drafter runs, which has no history.
-            if speculative.method == "ngram" or vllm_config.use_v2_model_runner:
+            assert speculative.method is not None
+            if looks_into_responses(speculative.method, vllm_config.use_v2_model_runner):
                 history_bytes = options.draft_history_bytes
         return cls(
             options,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain, permutations
@@ -16,7 +16,7 @@ from pat_vllm.kernels.swap import ByteSwaps, RowSwap, prepare
 from pat_vllm.layout import Experts, Layout
 from pat_vllm.patches.weights import keep_plain_weights
 from pat_vllm.weights.loaders import WeightStrategy
-from pat_vllm.weights.model_weights import matching_weights, model_weights, quantized_layers
+from pat_vllm.weights.model_weights import matching_weights, quantized_layers
 from pat_vllm.weights.quantized import QuantizedLayer
 from pat_vllm.weights.row_order import Block, RowOrder, block_of, common_unit, rounds
 from pat_vllm.weights.shards import Cut, pieces_of
@@ -73,7 +73,10 @@ class InPlaceShards(WeightStrategy):
     def capture(self, model: nn.Module) -> None:
         keep_plain_weights(model)
         self._quantized = quantized_layers(model)
-        self._take(model_weights(model))
+        self._take(self.kept_weights(model))
+
+    def keep(self, modules: Collection[nn.Module]) -> None:
+        self._base = self._kept(self._base, modules)
 
     def _take(self, weights: Iterable[Weight]) -> None:
         """Share weights of the base layout."""
@@ -118,7 +121,9 @@ class InPlaceShards(WeightStrategy):
         for path, layer in layers.items():
             layer.adopt(self._quantized[path])
         quantized = chain.from_iterable(layer.weights() for layer in layers.values())
-        for weight, base in matching_weights(chain(model_weights(model), quantized), self._base):
+        for weight, base in matching_weights(
+            chain(self.kept_weights(model), quantized), self._base
+        ):
             if weight.shared:
                 view = self._view(weight, base)
                 weight.bind(view)

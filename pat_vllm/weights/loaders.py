@@ -11,7 +11,7 @@ and free the plain ones (it does on CPU). The strategies are `InPlaceShards` (`i
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -26,7 +26,9 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from pat_vllm.layout import Layout
 from pat_vllm.patches.compat import external_weight_memory
 from pat_vllm.patches.weights import tie_word_embeddings
+from pat_vllm.weights.drafter import Drafter, is_drafters
 from pat_vllm.weights.model_weights import model_weights
+from pat_vllm.weights.weight import Weight
 
 BASE_FORMAT = "pat-base"
 DERIVED_FORMAT = "pat-derived"
@@ -38,7 +40,11 @@ class WeightStrategy(ABC):
     A rank's shard in the base layout contains its shards in all others (see `Layout`). At a start
     the loaders below call `check` and `capture` for the base layout, `building` and `fill` for each
     other. `LayoutWeights` calls `release` after that, `arrange` at switches, `refresh` at updates.
+    A drafter with weights has a strategy of its own, of the same class.
     """
+
+    _dropped: Collection[str] = ()
+    """Names of weights that models have only until vLLM has loaded them."""
 
     def check(self, model: nn.Module) -> None:
         """Raise ValueError if the weights of `model` cannot be derived. Reads no values."""
@@ -60,6 +66,24 @@ class WeightStrategy(ABC):
         Raises:
             ValueError: the model's weights are not those of the base model cut another way.
         """
+
+    @abstractmethod
+    def keep(self, modules: Collection[nn.Module]) -> None:
+        """Let go of captured weights of other modules than these.
+
+        vLLM has replaced those, and will in the models to be filled, where they are left alone.
+        """
+
+    def _kept(
+        self, captured: Mapping[str, Weight], modules: Collection[nn.Module]
+    ) -> dict[str, Weight]:
+        kept = {name: weight for name, weight in captured.items() if weight.module in modules}
+        self._dropped = captured.keys() - kept.keys()
+        return kept
+
+    def kept_weights(self, model: nn.Module) -> Iterator[Weight]:
+        """The weights of a model, without those that are dropped."""
+        return (weight for weight in model_weights(model) if weight.name not in self._dropped)
 
     @abstractmethod
     def release(self) -> None:
@@ -90,13 +114,19 @@ class WeightStrategy(ABC):
         return 0
 
 
-def load_config_of(load_format: str, user: LoadConfig, strategy: WeightStrategy) -> LoadConfig:
+def load_config_of(
+    load_format: str,
+    user: LoadConfig,
+    strategy: WeightStrategy,
+    of_drafter: WeightStrategy | None = None,
+) -> LoadConfig:
     """Load configuration of the base layout (`BASE_FORMAT`), or of any other (`DERIVED_FORMAT`).
 
     Args:
         user: the engine's, by which the base layout's weights are read.
+        strategy, of_drafter: for the target's weights, and for those of a drafter.
     """
-    extra = {"strategy": strategy, "user": user}
+    extra = {"strategy": strategy, "of_drafter": of_drafter, "user": user}
     return replace(user, load_format=load_format, model_loader_extra_config=extra)
 
 
@@ -112,8 +142,25 @@ def change_user_config(config: LoadConfig, overrides: Mapping[str, Any]) -> dict
     return {"model_loader_extra_config": {**extra, "user": user}}
 
 
+class _LayoutLoader(BaseModelLoader):
+    """What loads the target of a layout, or its drafter."""
+
+    def __init__(self, load_config: LoadConfig) -> None:
+        super().__init__(load_config)
+        extra = load_config.model_loader_extra_config
+        self.strategy: WeightStrategy = extra["strategy"]
+        self.of_drafter: WeightStrategy | None = extra["of_drafter"]
+
+    def strategy_for(self, model_config: ModelConfig | None) -> WeightStrategy:
+        """The strategy for the weights of the model that is loaded by this config."""
+        if not is_drafters(model_config):
+            return self.strategy
+        assert self.of_drafter is not None, "a drafter that nobody has foreseen"
+        return self.of_drafter
+
+
 @register_model_loader(BASE_FORMAT)
-class BaseLayoutLoader(BaseModelLoader):
+class BaseLayoutLoader(_LayoutLoader):
     """Loads with the loader that the user asked for, and captures what it loaded.
 
     Raises:
@@ -122,7 +169,6 @@ class BaseLayoutLoader(BaseModelLoader):
 
     def __init__(self, load_config: LoadConfig) -> None:
         super().__init__(load_config)
-        self.strategy: WeightStrategy = load_config.model_loader_extra_config["strategy"]
         user: LoadConfig = load_config.model_loader_extra_config["user"]
         self.loader: BaseModelLoader = get_model_loader(user)
         if type(self.loader).load_model is not BaseModelLoader.load_model:
@@ -154,20 +200,17 @@ class BaseLayoutLoader(BaseModelLoader):
         return self.loader.get_all_weights(model_config, model)
 
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
+        strategy, named = self.strategy_for(model_config), _named(model, model_config)
         # An unsupported model should fail before its weights are read, which may take minutes.
-        self.strategy.check(model)
+        strategy.check(named)
         self.loader.load_weights(model, model_config)
         tie_word_embeddings(model, model_config)
-        self.strategy.capture(model)
+        strategy.capture(named)
 
 
 @register_model_loader(DERIVED_FORMAT)
-class DerivedLayoutLoader(BaseModelLoader):
+class DerivedLayoutLoader(_LayoutLoader):
     """Fills the model from the base layout's weights; touches no file."""
-
-    def __init__(self, load_config: LoadConfig) -> None:
-        super().__init__(load_config)
-        self.strategy: WeightStrategy = load_config.model_loader_extra_config["strategy"]
 
     def download_model(self, model_config: ModelConfig) -> None:
         pass
@@ -175,8 +218,13 @@ class DerivedLayoutLoader(BaseModelLoader):
     def create_model(
         self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = ""
     ) -> nn.Module:
-        with self.strategy.building():
+        with self.strategy_for(model_config).building():
             return super().create_model(vllm_config, model_config, prefix)
 
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
-        self.strategy.fill(model)
+        self.strategy_for(model_config).fill(_named(model, model_config))
+
+
+def _named(model: nn.Module, model_config: ModelConfig | None) -> nn.Module:
+    """A model whose weights have the names by which strategies know them."""
+    return Drafter(model) if is_drafters(model_config) else model

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from torch import nn
 
 from pat_vllm.weights.kv_scales import KVScales
 from pat_vllm.weights.loaders import WeightStrategy
-from pat_vllm.weights.model_weights import matching_weights, model_weights, quantized_layers
+from pat_vllm.weights.model_weights import matching_weights, quantized_layers
 from pat_vllm.weights.weight import Weight, derive
 
 
@@ -33,12 +33,16 @@ class MaterializedShards(WeightStrategy):
             )
 
     def capture(self, model: nn.Module) -> None:
-        self._base = {weight.name: weight for weight in model_weights(model)}
+        self._base = {weight.name: weight for weight in self.kept_weights(model)}
+
+    def keep(self, modules: Collection[nn.Module]) -> None:
+        assert self._base is not None, "keep() before capture() or after release()"
+        self._base = self._kept(self._base, modules)
 
     def fill(self, model: nn.Module) -> None:
         """Copy each weight's shard out of the base weights, into the storage it already has."""
         assert self._base is not None, "fill() before capture() or after release()"
-        for weight, base in matching_weights(model_weights(model), self._base):
+        for weight, base in matching_weights(self.kept_weights(model), self._base):
             derive(weight, base)
 
     def release(self) -> None:

@@ -13,7 +13,14 @@ from vllm.model_executor.layers.mamba.mamba_mixer2 import (
     mamba_v2_sharded_weight_loader,
 )
 
-from pat_vllm.weights.cuts import cuts_of, has_loader_of, known_cuts, layer_class, place_of
+from pat_vllm.weights.cuts import (
+    WHOLE_PARAMETERS,
+    cuts_of,
+    has_loader_of,
+    known_cuts,
+    layer_class,
+    place_of,
+)
 from pat_vllm.weights.experts import check_gates
 from pat_vllm.weights.fp8 import Fp8Experts, Fp8Linear
 from pat_vllm.weights.kv_scales import KV_SCALES, KVScales
@@ -67,6 +74,9 @@ def model_weights(model: nn.Module) -> Iterator[Weight]:
             sizes = module.key_dim, module.key_dim, module.value_dim
             convolutions[module.conv1d] = EvenPartition(sizes)
         parameters = {name: p for name, p in module._parameters.items() if p is not None}
+        for name in WHOLE_PARAMETERS & parameters.keys():
+            parameter = parameters.pop(name)
+            yield Weight(f"{path}.{name}".lstrip("."), parameter.data, (), WHOLE, module, name)
         if isinstance(module, Attention | MLAAttention):
             # Scales, until they are in buffers (`kv_scales.py`). And vLLM makes some of
             # `kv_b_proj`; see `renew_absorbed`.

@@ -98,6 +98,11 @@ def _make_speculative(
     """Give a layout the drafter of its tp, ready for every draft length."""
     own = copy.copy(engine)
     own.target_parallel_config = own.draft_parallel_config = config.parallel_config
+    drafter = own.draft_model_config
+    spread = config.parallel_config.enable_expert_parallel
+    if spread and drafter is not None and not drafter.is_moe:  # as vLLM has it
+        own.draft_parallel_config = copy.copy(config.parallel_config)
+        own.draft_parallel_config.enable_expert_parallel = False
     own.num_speculative_tokens_per_batch_size = every_length(lengths)
     config.speculative_config = own
     # vLLM looked for a schedule of draft lengths in the user's config, which need not have one.
@@ -249,12 +254,17 @@ def layout_kv_cache_config(
     return config
 
 
-def kinds_of(base_config: KVCacheConfig, base: Layout, num_kv_heads: int) -> tuple[StateKind, ...]:
+def kinds_of(
+    base_config: KVCacheConfig, base: Layout, num_kv_heads: int, reads_ahead: bool = False
+) -> tuple[StateKind, ...]:
     """The kinds of the engine's KV cache groups, in vLLM's order.
 
     Args:
         base_config: KV cache config of a rank of the layout `base`.
         num_kv_heads: number of KV heads that the model's config names.
+        reads_ahead: whether there is a drafter for which vLLM drops the last block of a hit. Of an
+            MTP module it drops that of the module's group only; where groups differ, PAT may count
+            a block less than vLLM finds.
 
     Raises:
         ValueError: layouts cannot share these groups.
@@ -265,7 +275,7 @@ def kinds_of(base_config: KVCacheConfig, base: Layout, num_kv_heads: int) -> tup
         if (served_by := class_of(spec)) is None:
             raise ValueError(f"PAT supports {served()} only, but the KV cache is {spec}")
         heads = served_by.heads_in(spec, num_kv_heads, base.tp)
-        kind = served_by.of(spec, heads, len(group.layer_names))
+        kind = served_by.of(spec, heads, len(group.layer_names), dropped=int(reads_ahead))
         if not kind.padded and len(kind.heads_of(base, 0)) != spec.num_heads:
             raise ValueError(
                 f"PAT needs the same {heads} KV heads in all layers, but some have a KV "

@@ -6,7 +6,7 @@ import copy
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -20,7 +20,9 @@ from pat_vllm.kv_transfer.connector import PATConnector
 from pat_vllm.kv_transfer.kv_buffer import SharedKVBuffer
 from pat_vllm.kv_transfer.plan import EXCHANGE_CHANNELS
 from pat_vllm.layout import Layout
+from pat_vllm.models.drafters import has_weights
 from pat_vllm.models.kinds import class_of, served
+from pat_vllm.patches.runners import is_v2
 from pat_vllm.patches.schedulers import quiet_connectors
 from pat_vllm.worker.layout_config import KV_LAYOUTS
 
@@ -73,6 +75,7 @@ class LayoutRuntime:
         Raises:
             ValueError: they cannot; names the attention backend and what helps.
         """
+        self._check_drafter(specs)
         for name, spec in specs.items():
             if class_of(spec) is not None:
                 continue
@@ -85,6 +88,23 @@ class LayoutRuntime:
                 f"attention backend {backend.get_name()} ({backend.__name__}) keeps {spec} for "
                 f"layer {name}{remedy}"
             )
+
+    def _check_drafter(self, specs: Mapping[str, KVCacheSpec]) -> None:
+        """Check that a drafter's layers can join the groups of the target's. Raises ValueError."""
+        if not has_weights(self.config.speculative_config):
+            return
+        assert is_v2(self.runner)
+        speculator: Any = self.runner.speculator
+        drafters = speculator.draft_attn_layer_names
+        targets = {name: spec for name, spec in specs.items() if name not in drafters}
+        for name in sorted(drafters & specs.keys()):
+            if specs[name] not in targets.values():
+                other = next(iter(targets))
+                raise ValueError(
+                    f"PAT needs a drafter whose KV is as a layer's of the target, but the layer "
+                    f"{name} of the drafter has the KV cache {specs[name]}, and {other} of the "
+                    f"target {targets[other]}; set speculative_config to None or to another model"
+                )
 
     def check_kv_cache_layouts(self, names: Sequence[str]) -> list[str]:
         """The KV cache layouts that both the attention backends and PAT take.

@@ -108,6 +108,8 @@ class WeightUpdatesMixin(_Base):
             self._activate(active)
         done = self._weights.refresh(self._active.layout)
         self._synchronize_device()
+        if done and self._weights.drafter_is_stale:
+            done |= Refreshed.WITH_STALE_DRAFTER
         return done
 
     def sleep(self, *args: Any, **kwargs: Any) -> None:
@@ -137,3 +139,7 @@ class WeightUpdatesMixin(_Base):
     def start_weight_update(self) -> None:
         self._weights.refuse_if_packed()
         super().start_weight_update()
+
+    def start_draft_weight_update(self) -> None:
+        self._weights.refuse_if_packed()
+        super().start_draft_weight_update()

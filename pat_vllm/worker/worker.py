@@ -33,6 +33,7 @@ from pat_vllm.kv_transfer.exchange import Exchange
 from pat_vllm.kv_transfer.kv_buffer import SharedKVBuffer
 from pat_vllm.kv_transfer.plan import BlockMove
 from pat_vllm.layout import Layout, device_of
+from pat_vllm.models.drafters import reads_ahead
 from pat_vllm.patches.dead_engine import let_others_remove_rings
 from pat_vllm.patches.drafts import prepare_drafter
 from pat_vllm.patches.groups import destroy_tp_groups, install_tp_group, probe_p2p_between
@@ -151,7 +152,8 @@ class PATWorkerMixin(WeightUpdatesMixin, _Base):
         """Load the base layout from disk, and derive the others from it."""
         loaded: list[LayoutRuntime] = []
         for runtime in self._each_layout():
-            super().load_model(**kwargs)
+            with self._weights.loading_into(runtime):
+                super().load_model(**kwargs)
             end_prompts_parts_with_blocks(runtime.runner.model)
             if loaded:
                 keep_block_size(runtime.config, self._base.config)
@@ -186,7 +188,8 @@ class PATWorkerMixin(WeightUpdatesMixin, _Base):
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         """Allocate the KV buffer for the base layout, and view it from every other."""
         num_kv_heads = self.vllm_config.model_config.get_total_num_kv_heads()
-        self._kinds = kinds_of(kv_cache_config, self._base.layout, num_kv_heads)
+        ahead = reads_ahead(self.vllm_config.speculative_config)
+        self._kinds = kinds_of(kv_cache_config, self._base.layout, num_kv_heads, ahead)
         workspace: torch.Tensor | None = None
         for runtime in self._each_layout():
             config = layout_kv_cache_config(

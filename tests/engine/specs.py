@@ -217,6 +217,22 @@ V2_NGRAM: dict[str, Any] = {
     "prompt_lookup_min": 2,
     "prompt_lookup_max": 3,
 }
+# Drafters with weights. What the model itself drafts is right, as long as its KV is whole.
+SELF_DRAFTS, MTP, EAGLE3 = (
+    EngineSpec(
+        f"V2 {method}",
+        model,
+        2,
+        IN_PLACE,
+        V2_OPTIONS | {"max_num_seqs": 8, "speculative_config": {"method": method, **drafter}},
+        model_runner_v2=True,
+    )
+    for method, model, drafter in (
+        ("draft_model", "qwen3", {"model": "qwen3", "num_speculative_tokens": 2}),
+        ("mtp", "mimo", {"num_speculative_tokens": 2}),
+        ("eagle3", "repeating", {"model": "eagle3", "num_speculative_tokens": 2}),
+    )
+)
 V2_DRAFTS = EngineSpec(
     "V2 drafts of a mixture",
     "repeating_moe",

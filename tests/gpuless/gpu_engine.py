@@ -7,7 +7,7 @@ weights and the exchange are objects that take memory as those do.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -59,10 +59,14 @@ class Weights:
     strategy = "inplace"
     staging_bytes = 0
     loading = False
+    drafter_is_stale = False
 
     def __init__(self, config: VllmConfig, runtimes: Mapping[Layout, Any], rank: int) -> None:
         self.runtimes = runtimes
         self.arranged = LAYOUTS[0].tp
+
+    def loading_into(self, runtime: Any) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def arrange(self, layout: Layout) -> int:
         if layout.tp == self.arranged:

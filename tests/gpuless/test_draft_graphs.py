@@ -49,7 +49,7 @@ def graph_managers() -> Iterator[None]:
         # Restored with the rest.
         lookup = cudagraph_utils.build_dynamic_sd_schedule_lookup
         put(cudagraph_utils, "build_dynamic_sd_schedule_lookup", lookup)
-        runner: Any = SimpleNamespace(speculative_config=NGRAM, req_states=None)
+        runner: Any = SimpleNamespace(speculative_config=SimpleNamespace(**NGRAM), req_states=None)
         patches.take_every_draft_length(runner)
         patch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
         yield

@@ -57,15 +57,24 @@ class Halves:
         return 0
 
 
-def test_layouts_wait_for_whole_weights() -> None:
+@pytest.mark.parametrize("of_drafter", [False, True], ids=["target", "drafter"])
+def test_layouts_wait_for_whole_weights(of_drafter: bool) -> None:
     """By vLLM's own reload, layer by layer, as its weight transfers make it."""
-    base, other = TwoLayers(), TwoLayers()
-    strategy = Halves()
+    base, other, *others = (TwoLayers() for _ in range(4))
+    strategy, of_others = Halves(), Halves()
     weights: Any = LayoutWeights.__new__(LayoutWeights)
     weights._strategy, weights._packed, weights._kv_scales = strategy, False, []
+    getters = {"get_model": (base, other)}
+    if of_drafter:  # the models with the reload are drafters
+        weights._strategy, weights._of_drafter = of_others, strategy
+        getters = {"get_draft_model": (base, other), "get_model": (others[0], others[1])}
     weights._runtimes = [
-        SimpleNamespace(runner=SimpleNamespace(get_model=lambda model=model: model))
-        for model in (base, other)
+        SimpleNamespace(
+            runner=SimpleNamespace(
+                **{name: lambda model=models[i]: model for name, models in getters.items()}
+            )
+        )
+        for i in range(2)
     ]
 
     def whole() -> bool:

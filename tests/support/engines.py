@@ -91,6 +91,11 @@ def engine(
         inside.enter_context(_weights_as(options.get("worker_extension_cls", "")))
         inside.enter_context(_worker_without_extension())
         model = str(random_model(model))
+        drafts = options.get("speculative_config") or {}
+        if "model" in drafts:
+            options = options | {
+                "speculative_config": drafts | {"model": str(random_model(drafts["model"]))}
+            }
         llm = LLM(model=model, tensor_parallel_size=ranks, **{**OPTIONS, **options})
         try:
             yield llm

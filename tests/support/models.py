@@ -9,6 +9,7 @@ from typing import Any
 
 from pat_vllm.doctor.models import SPECIAL_TOKENS
 from tests.support import vision
+from tests.support.drafters import DRAFTERS
 from tests.support.families import LATENT as LATENT_ARCHS
 from tests.support.fp8_checkpoints import by_blocks, by_channels, by_modelopt, by_tensors
 from tests.support.random_models import kept_model
@@ -124,6 +125,12 @@ SPECS: dict[str, dict[str, Any]] = {
     # Greedy and sampled text goes through one phrase again and again, with interruptions: n-gram
     # drafts are accepted, but not all (see `tests/support/ngram.py`).
     "repeating": dict(arch="qwen3", hidden=128, heads=8, kv_heads=4, repeat=1.2),
+    "repeating_updated": dict(arch="qwen3", hidden=128, heads=8, kv_heads=4, repeat=1.2, seed=1),
+    # With an MTP module it is a MiMo (see `tests/support/drafters.py`).
+    "repeating_qwen2": dict(arch="qwen2", hidden=128, heads=4, kv_heads=2, repeat=1.2),
+    "repeating_qwen2_updated": dict(
+        arch="qwen2", hidden=128, heads=4, kv_heads=2, repeat=1.2, seed=1
+    ),
     # The same with replicated KV heads and a padded vocabulary.
     "repeating_llama": dict(arch="llama", hidden=96, heads=8, kv_heads=2, vocab=500, repeat=1.25),
     # And a mixture of experts.
@@ -210,7 +217,8 @@ def phrase(name: str, tokens: int, start: int = 0) -> list[int]:
 
 
 def random_model(name: str) -> Path:
-    """Directory of the checkpoint `SPECS[name]` or `vision.CLASSES[name]`, built on the first call.
+    """Directory of a checkpoint of `SPECS`, `DRAFTERS` or `vision.CLASSES`, built on the first
+    call.
 
     It is kept under `PAT_TEST_MODELS`, or in a directory of this user's under the system's
     temporary one. Several processes may ask for the same model at once.
@@ -218,6 +226,9 @@ def random_model(name: str) -> Path:
     if name in vision.CLASSES:
         text, _, finish = vision.CLASSES[name]
         return kept_model(cache_dir(), name, SPECS[text], finish)
+    if name in DRAFTERS:
+        spec, finish = DRAFTERS[name]
+        return kept_model(cache_dir(), name, SPECS[spec], finish)
     if name in FP8:
         spec, finish = FP8[name]
         return kept_model(cache_dir(), name, SPECS[spec], finish)

@@ -31,6 +31,7 @@ class Executor:
 
     is_sleeping = False
     kv_is_void = False
+    drafter_is_stale = False
 
     def refresh_weights(self) -> bool:
         """There are none."""

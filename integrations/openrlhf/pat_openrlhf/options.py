@@ -15,8 +15,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from pat_vllm.config import PATConfig
+from pat_vllm.models.drafters import OF_TEXT
 from pat_vllm.plugin import check_vllm_version
-from pat_vllm.predictor.draft_schedule import DRAFTERS
 
 TESTED_OPENRLHF = "0.11.2"
 """The OpenRLHF release that this package is tested with."""
@@ -131,10 +131,10 @@ def parse_speculation(text: str | None) -> dict[str, Any] | None:
         return None
     allowed = ("method", "num_speculative_tokens", "and others of vLLM's")
     config = _object("vllm.speculative_config", text, _NGRAMS, allowed)
-    if (method := config.get("method")) not in DRAFTERS:
+    if (method := config.get("method")) not in OF_TEXT:
         raise ValueError(
             f"--vllm.speculative_config {text!r} has the method {method!r}; allowed: "
-            f"{', '.join(DRAFTERS)}, because layouts cannot share drafters with weights or state"
+            f"{', '.join(OF_TEXT)}, because layouts cannot share drafters with weights or state"
         )
     return config
 

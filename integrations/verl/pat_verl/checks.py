@@ -11,7 +11,7 @@ from typing import Any
 
 from pat_vllm.config import PATConfig
 from pat_vllm.files.reading import read_json_object
-from pat_vllm.predictor.draft_schedule import DRAFTERS
+from pat_vllm.models.drafters import OF_TEXT
 
 NAME = "pat"
 """Value of `rollout.name` that asks for PAT; also vLLM's name of the executor backend."""
@@ -217,8 +217,8 @@ def _options(rollout: Any, model: Any) -> Refused:
     method = (speculative_config(rollout) or {}).get("method")
     refuse(
         f"{_KWARGS}.speculative_config.method",
-        f"PAT's layouts cannot share drafters with weights or state: allowed {', '.join(DRAFTERS)}",
-        method not in (None, *DRAFTERS),
+        f"PAT's layouts cannot share drafters with weights or state: allowed {', '.join(OF_TEXT)}",
+        method not in (None, *OF_TEXT),
         value=method,
     )
     refuse(

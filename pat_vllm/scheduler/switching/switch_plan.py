@@ -238,7 +238,7 @@ def _carry_caches(
 def _prefix_to_complete(carried: CarriedRequest, kinds: Kinds) -> Chain:
     """The full blocks of a migrating request, if a cache hit of them needs more blocks than move.
 
-    A hit needs what `StateKind.held` names for the full blocks. For all tokens of the request it
+    A hit needs what `StateKind.needed` names for the full blocks. For all tokens of the request it
     may name later ones, as a sliding window has moved on; only these move with the request.
 
     Returns:
@@ -246,7 +246,7 @@ def _prefix_to_complete(carried: CarriedRequest, kinds: Kinds) -> Chain:
     """
     size = block_size(kinds)
     full = carried.computed // size
-    if all(kind.held(full * size).start == kind.held(carried.computed).start for kind in kinds):
+    if all(kind.needed(full).start == kind.held(carried.computed).start for kind in kinds):
         return ()
     return carried.request.block_hashes[:full]
 

@@ -27,6 +27,9 @@ EVERY = st.one_of(
     st.builds(FullAttention, st.just(8), SIZES, SIZES),
     st.builds(LatentAttention, st.just(1), SIZES, SIZES),
     st.builds(SlidingWindow, st.just(8), SIZES, SIZES, window=st.integers(2, 20)),
+    st.builds(
+        SlidingWindow, st.just(8), SIZES, SIZES, window=st.integers(2, 20), dropped=st.just(1)
+    ),
     st.builds(ChunkedAttention, st.just(8), SIZES, SIZES, chunk=st.integers(1, 20)),
     st.builds(LinearAttention, st.just(8), SIZES, slot_bytes=SIZES),
     st.builds(LaterHalf, st.just(8), SIZES, SIZES),
@@ -55,14 +58,13 @@ def test_a_hit_has_all_that_it_needs_and_is_the_longest(
 
     def whole(blocks: int) -> bool:
         return all(
-            {*kind.held(blocks * kind.block_size)} <= places
-            for kind, places in zip(kinds, cached, strict=False)
+            {*kind.needed(blocks)} <= places for kind, places in zip(kinds, cached, strict=False)
         )
 
     hit = longest_hit(kinds, 10, lambda group, place: place in cached[group])
     assert hit == max(blocks for blocks in range(11) if not blocks or whole(blocks))
     for kind, places in zip(kinds, cached, strict=False):
-        needed = kind.held(hit * kind.block_size)
+        needed = kind.needed(hit)
         assert not kind.missing(hit, lambda place, places=places: place in places)  # type: ignore[misc]
         assert [*kind.missing(hit, lambda place: False)] == [*needed]
 
@@ -75,6 +77,13 @@ def test_the_longest_context_always_fits(kinds: Kinds, blocks: int, room: int) -
         computed = max(0, tokens - room)
         needed = [kind.held(tokens).stop - kind.held(computed).start for kind in kinds]
         assert sum(needed) <= num_blocks(kinds, tokens, room) <= blocks
+
+
+def test_the_block_that_a_hit_drops_is_not_the_windows() -> None:
+    """What is left of the hit has the whole window of its next token."""
+    kind = SlidingWindow(8, 4, 4, window=9, dropped=1)
+    assert [*kind.needed(5)] == [2, 3, 4] and [*kind.held(4 * 4)] == [2, 3]
+    assert kind.longest_hit(9, {2, 3, 4, 7, 8}.__contains__) == 5
 
 
 def test_figures_of_a_model_with_windows() -> None:

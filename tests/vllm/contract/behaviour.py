@@ -185,6 +185,15 @@ vllm.v1.spec_decode.ngram_proposer_gpu.NgramProposerGPU.propose
 vllm.v1.worker.gpu.model_runner.GPUModelRunner.sample_tokens
     (?s)num_speculative_tokens=num_spec_tokens.*draft_tokens\[:, num_spec_tokens:\] = -1
     what Model Runner V2's drafter returns beyond the draft length is masked
+vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator.TargetDependentARSpeculator.propose
+    (?s)self\._prefill\(.*if num_speculative_tokens <= 1:
+    a drafter's pass is made in steps of draft length 0, too, so that its KV has no gaps
+vllm.v1.worker.gpu.spec_decode.eagle.utils.load_eagle_model
+    (?s)get_model\(vllm_config=vllm_config, model_config=draft_model_config\).*_should_share\(
+    the loader is asked once more for a drafter, which shares with its target afterwards
+vllm.config.speculative.SpeculativeConfig.__post_init__
+    self\.draft_model_config = ModelConfig\(model=self\.model, runner='draft'
+    by that the loader knows whose weights it loads (`is_drafters`)
 vllm.v1.worker.gpu_worker.Worker.determine_available_memory
     self\.model_runner\.profile_cudagraph_memory\(\)
     graphs can be left out of what a layout is measured to take

@@ -16,6 +16,7 @@ from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedD
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2, Mixer2RMSNormGated
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+from vllm.model_executor.models.interfaces import SupportsEagleBase
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.core import kv_cache_coordinator
 from vllm.v1.core.sched.interface import SchedulerInterface
@@ -38,7 +39,10 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu import cudagraph_utils
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
+from vllm.v1.worker.gpu.spec_decode.eagle import utils as eagle_utils
 from vllm.v1.worker.gpu.spec_decode.ngram.speculator import NgramGPUSpeculator
+from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
+from vllm.v1.worker.gpu.spec_decode.target_dependent_ar import cudagraph_utils as of_drafters
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner as RunnerV1
 from vllm.v1.worker.gpu_worker import Worker
 
@@ -158,9 +162,14 @@ def of_mamba2(layer: MambaMixer2, norm: Mixer2RMSNormGated) -> tuple[Any, ...]:
     )
 
 
-def drafters(v1: NgramProposerGPU, v2: NgramGPUSpeculator, runner: RunnerV1) -> tuple[Any, ...]:
+def drafters(
+    v1: NgramProposerGPU, v2: NgramGPUSpeculator, runner: RunnerV1, model: DraftModelSpeculator
+) -> tuple[Any, ...]:
     """What of speculation is replaced by name, or asked for."""
     return (
+        *(model.model, model.draft_attn_layer_names, eagle_utils._should_share),
+        *(SupportsEagleBase.has_own_lm_head, SupportsEagleBase.has_own_embed_tokens),
+        of_drafters.build_dynamic_sd_schedule_lookup,
         *(v1.propose, v1.k, v2.propose, v2.drafts, runner.token_ids_gpu_tensor),
         *(cudagraph_utils.build_dynamic_sd_schedule_lookup, CudaGraphManager._init_candidates),
     )

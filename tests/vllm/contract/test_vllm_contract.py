@@ -46,6 +46,7 @@ OTHERWISE = {
     ("0.31.0", "Worker._make_model_runner"): "`compat.MakesModelRunner` has it",
     ("0.31.0", "GPUModelRunner.sample_tokens"): "V2 has no n-gram drafter: V1 runs, which masks",
     ("0.31.0", "CuMemAllocator.use_memory_pool"): "`compat.use_memory_pool` trims and keeps",
+    ("0.31.0", "TargetDependentARSpeculator.propose"): "drafters with weights are refused",
     ("0.31.0", "MambaMixer2.get_kv_cache_spec"): "it keeps no state from within a step",
 }
 """What a version does not do, and what answers for it."""

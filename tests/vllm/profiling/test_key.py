@@ -112,12 +112,12 @@ def test_key_tells_engines_with_other_drafters_apart(usual: dict[str, Any]) -> N
 
 
 def test_draft_lengths_that_can_be_measured() -> None:
-    def lengths(gpu: bool, use_v2: bool) -> tuple[int, ...]:
-        speculative = SimpleNamespace(use_ngram_gpu=lambda: gpu)
+    def lengths(method: str, use_v2: bool) -> tuple[int, ...]:
+        speculative = SimpleNamespace(method=method)
         config: Any = SimpleNamespace(speculative_config=speculative, use_v2_model_runner=use_v2)
         return _draft_lengths(config, (0, 1, 2, 4, 7))
 
-    assert lengths(gpu=False, use_v2=False) == lengths(gpu=True, use_v2=True) == (1, 2, 4, 7)
-    assert lengths(gpu=True, use_v2=False) == ()
+    assert lengths("ngram", use_v2=False) == lengths("ngram_gpu", use_v2=True) == (1, 2, 4, 7)
+    assert lengths("ngram_gpu", use_v2=False) == lengths("mtp", use_v2=True) == ()
     without: Any = SimpleNamespace(speculative_config=None)
     assert _draft_lengths(without, ()) == ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -42,13 +43,18 @@ GROUPS = {
 }
 
 
+def replica_of(name: str, ahead: bool = False) -> Any:
+    """What PAT asks of a replica, over a manager of vLLM's; `ahead`: with a drafter that reads
+    the next token."""
+    config = kv_cache_config(100, GROUPS[name])
+    manager = KVCacheManager(config, 4096, BLOCK_SIZE, BLOCK_SIZE, use_eagle=ahead, log_stats=False)
+    kinds = kinds_of(config, Layout(1, 1), 8, ahead)
+    return SimpleNamespace(scheduler=SimpleNamespace(kv_cache_manager=manager), kinds=kinds)
+
+
 @pytest.fixture(params=GROUPS)
 def replica(request: pytest.FixtureRequest) -> Any:
-    """What PAT asks of a replica, over a manager of vLLM's."""
-    config = kv_cache_config(100, GROUPS[request.param])
-    manager = KVCacheManager(config, 4096, BLOCK_SIZE, BLOCK_SIZE, log_stats=False)
-    kinds = kinds_of(config, Layout(1, 1), 8)
-    return SimpleNamespace(scheduler=SimpleNamespace(kv_cache_manager=manager), kinds=kinds)
+    return replica_of(request.param)
 
 
 def test_null_blocks_are_those_of_vllm(replica: Any) -> None:
@@ -96,6 +102,32 @@ def test_refused_drafts_leave_what_the_next_step_reads(replica: Any) -> None:
 
 def test_hits_are_those_of_vllm(replica: Any) -> None:
     """While requests with prefixes in common come and go, and blocks are evicted."""
+
+    def check(request: Any, computed: int) -> int:
+        cached = num_cached(replica, request.block_hashes[: (request.num_tokens - 1) // BLOCK_SIZE])
+        assert cached * BLOCK_SIZE == computed
+        return cached
+
+    check_hits(replica, check)
+
+
+@pytest.mark.parametrize("name", ["full", "windows", "several"])
+def test_hits_with_a_drafter_that_reads_ahead(name: str) -> None:
+    """A block less than what is cached for them. One group alone is looked up without that of the
+    last token."""
+    replica = replica_of(name, ahead=True)
+
+    def check(request: Any, computed: int) -> int:
+        most, hashes = (request.num_tokens - 1) // BLOCK_SIZE, request.block_hashes
+        cached = num_cached(replica, hashes if len(replica.kinds) > 1 else hashes[:most])
+        assert min(most, max(0, cached - 1)) * BLOCK_SIZE == computed
+        return cached
+
+    check_hits(replica, check)
+
+
+def check_hits(replica: Any, check: Callable[[Any, int], int]) -> None:
+    """Have `check` compare each request's computed tokens, and return blocks that are cached."""
     manager = replica.scheduler.kv_cache_manager
     rng = random.Random(1)
     prefixes = [[rng.randrange(400) for _ in range(200)] for _ in range(3)]
@@ -104,10 +136,7 @@ def test_hits_are_those_of_vllm(replica: Any) -> None:
         tokens = rng.choice(prefixes)[: rng.randint(1, 200)] + [i] * rng.randint(1, 30)
         request = request_of(f"{i}", tokens, 1)
         blocks, computed, _ = manager.get_computed_blocks(request)
-        hashes = request.block_hashes[: (request.num_tokens - 1) // BLOCK_SIZE]
-        cached = num_cached(replica, hashes)
-        assert cached * BLOCK_SIZE == computed
-        lengths.add(cached)
+        lengths.add(check(request, computed))
         new = request.num_tokens - computed
         if manager.allocate_slots(request, new, computed, blocks) is None:
             continue

@@ -164,6 +164,23 @@ SET: list[tuple[str, str, str, Any, str]] = [
     ("mixtral", "enable_return_routed_experts", "aux_output_config.enable_return_routed_experts",
      True, "False"),
 ]
+# What a drafter with weights may not be: what is set in `speculative_config`, to what.
+DRAFTERS: list[tuple[str, Any, str]] = [
+    ("model", SimpleNamespace(hf_config=SimpleNamespace(model_type="gemma4_mtp")),
+     "a drafter whose KV"),
+    ("quantization", SimpleNamespace(quantization="fp8"), "None: layouts cannot"),
+    ("num_speculative_tokens",
+     SimpleNamespace(hf_config=SimpleNamespace(model_type="mimo_mtp", num_nextn_predict_layers=2)),
+     "1, of a model with"),
+    ("draft_load_config", "a config", "None: a drafter"),
+    ("attention_backend", "FLASH_ATTN", "None: a drafter"),
+    ("kv_cache_dtype", "fp8", "None: a drafter"),
+    ("moe_backend", "triton", "None: a drafter"),
+    ("parallel_drafting", True, "False"),
+    ("enable_adaptive_verification", True, "False"),
+    ("use_heterogeneous_vocab", True, "False"),
+    ("draft_sample_method", "probabilistic", "greedy"),
+]
 VARIABLES = ["VLLM_ENABLE_STARTUP_PLAN", "VLLM_USE_NCCL_SYMM_MEM"]
 
 
@@ -323,6 +340,27 @@ def test_what_a_config_says_that_vllms_options_cannot_here(
     assert f" {option}={said!r} (allowed: {allowed}" in str(error.value)
 
 
+@pytest.mark.parametrize("option, value, allowed", DRAFTERS, ids=lambda value: str(value)[:30])
+def test_drafters_with_weights(option: str, value: Any, allowed: str, tmp_path: Path) -> None:
+    from vllm.v1.executor.abstract import Executor
+
+    config = engine_config(tmp_path, "llama", dict(speculative_config=NGRAM))
+    speculative: Any = config.speculative_config
+    speculative.method = "mtp"
+    plain = dict(quantization=None, hf_config=SimpleNamespace(model_type="mimo_mtp"))
+    speculative.draft_model_config = SimpleNamespace(**plain)
+    if isinstance(value, SimpleNamespace):  # of the drafter's model
+        vars(speculative.draft_model_config).update(vars(value))
+    else:
+        setattr(speculative, option, value)
+    with pytest.raises(ValueError) as error:
+        Executor.get_class(config)
+    message = str(error.value)
+    assert f" speculative_config.{option}=" in message, message
+    said = message.partition(f"speculative_config.{option}=")[2]
+    assert said.partition(" (allowed: ")[2].startswith(allowed), message
+
+
 @pytest.mark.parametrize("variable", VARIABLES)
 def test_environment_variables(
     variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -353,6 +391,7 @@ def test_every_rule_has_a_case() -> None:
     of_option = {option: model for model, option, *_ in (*OPTIONS, *SET)}
     of_named = {named.partition("=")[0]: model for model, _, named, _ in CONFIGS_AND_MODELS}
     models = {**of_option, **of_named, **dict.fromkeys(VARIABLES, "llama")}
+    models.update({f"speculative_config.{option}": "llama" for option, *_ in DRAFTERS})
     models["VLLM_SSM_CONV_STATE_LAYOUT"] = "next"
     models["VLLM_GPU_NIC_PCIE_MAPPING"] = "llama_12_3"
     names = [rule.name for rule in RULES]

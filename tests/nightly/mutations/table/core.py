@@ -140,6 +140,15 @@ MUTATIONS = mutations({
         ("blocks that ascend are one run", "kernels.kv:_runs", "sum(runs[-1]) == block", "runs[-1][0] < block"),
         ("pieces of a peer lie over each other", "kernels.kv:IndexedBlocks.__init__", "pieces[-1].end if pieces else 0\n                shape", "0\n                shape"),
     ],
+    "tests/vllm/scheduler/test_groups.py::test_hits_with_a_drafter_that_reads_ahead": [
+        ("what is dropped of a hit is its window's", "models.kinds:StateKind.needed", "blocks - self.dropped", "blocks"),
+    ],
+    "tests/vllm/weights/test_drafters.py": [
+        ("drafters of all layouts share all they can", "weights.drafter:sharing_as", "modules.get(name) in of_target", "True"),
+        ("a drafter's captured embeddings stay", "worker.layout_weights:LayoutWeights.loading_into", "self._of_drafter.keep(own)", "pass"),
+        ("updates of drafters are not noticed", "worker.layout_weights:LayoutWeights._look_for_stale_drafter", '"drafter" not in self._updated', "True"),
+        ("drafters' rows stay where they are", "worker.layout_weights:LayoutWeights._strategies", "(self._strategy, self._of_drafter)", "(self._strategy,)"),
+    ],
     "tests/vllm/patches/test_drafts.py": [
         ("a step of 0 drafts asks for the drafter", "patches.drafts:skip_empty_drafts", "config if drafts or not samples else None", "config"),
         ("ngram_gpu is asked for its longest drafts", "patches.drafts:_propose_some", "drafts[:, :num_speculative_tokens]", "drafts"),

@@ -31,7 +31,7 @@ MUTATIONS = mutations({
         ("new weights come to the active layout", "worker.weight_updates:WeightUpdatesMixin.pat_call_in_base", "self._enter_for_a_call(self._base)\n            return function", "return function"),
     ],
     "tests/engine/test_updates_under_way.py::test_a_storm_of_updates": [
-        ("after an update rows stay as in the base layout", "worker.layout_weights:LayoutWeights.refresh", "self._strategy.arrange(active)", "pass"),
+        ("after an update rows stay as in the base layout", "worker.layout_weights:LayoutWeights.refresh", "self.arrange(active)", "pass"),
     ],
     "tests/engine/speculation/test_sampled.py::test_a_seed_without_drafts_gives_what_it_does_without_speculation": [
         ("a request's random numbers begin again", "worker.request_state:V1RequestStateTransfer.restore", "generator.set_state(packed.generator_state)", "generator.manual_seed(packed.state['sampling_params'].seed)"),
@@ -50,6 +50,9 @@ MUTATIONS = mutations({
     "tests/unit/predictor/test_acceptance.py": [
         ("new prompts' acceptance holds for repeated ones", "predictor.acceptance:AcceptanceByPrompt.observe", "self.of_repeated if repeated else self.of_new", "self.of_new"),
         ("the share of repeated prompts is that of the first", "predictor.acceptance:AcceptanceByPrompt.arrived", "self._share = self._arrived[1] / sum(self._arrived)", "self._share = self._share or self._arrived[1]"),
+    ],
+    "tests/engine/v2/test_drafters.py": [
+        ("trainers find no drafter", "patches.drafts:prepare_drafter", "name_drafter(runner)", "pass"),
     ],
     "tests/engine/speculation/test_walks.py": [
         ("drafters do not hear of rows", "worker.worker:PATWorkerMixin.take_draft_rows", "self._shelf.take(update)", "pass"),

@@ -1,0 +1,106 @@
+"""Tiny drafters with weights, by whose drafts it shows whether they are loaded right.
+
+Their targets go through a phrase (see `pat_vllm.doctor.models`), as do their drafts: by the
+channels of the residual stream that say which token of the phrase the last one is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+DRAFT_VOCAB = 256
+"""Tokens of EAGLE-3's vocabulary, half of the target's, in another order."""
+PHRASE, FIRST = 16, 3
+"""Tokens of the phrase, and the first one's id."""
+
+Weights = dict[str, Any]
+
+
+def _rewrite(
+    path: Path, change: Callable[[dict[str, Any], Weights], tuple[dict[str, Any], Weights]]
+) -> None:
+    """Change the config and the weights of a checkpoint."""
+    from safetensors.torch import load_file, save_file
+
+    config, weights = change(
+        json.loads((path / "config.json").read_text()), load_file(path / "model.safetensors")
+    )
+    (path / "config.json").write_text(json.dumps(config))
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def mimo(path: Path) -> None:
+    """Give a Qwen2 model an MTP module, which looks at the embeddings and little else."""
+    import torch
+
+    def change(config: dict[str, Any], weights: Weights) -> tuple[dict[str, Any], Weights]:
+        hidden, last = config["hidden_size"], config["num_hidden_layers"] - 1
+        layer = f"model.layers.{last}."
+        module = {name: 0.9 * w for name, w in weights.items() if name.startswith(layer)}
+        ones, zeros = torch.eye(hidden), torch.zeros(hidden, hidden)
+        module |= {f"{layer}input_proj.weight": torch.cat([zeros, ones], dim=1)}
+        for norm in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
+            module[f"{layer}{norm}.weight"] = torch.ones(hidden)
+        for name in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
+            module[layer + name] = module[layer + name] * 0.05
+        named = {name.replace(layer, "model.mtp_layers.0."): w for name, w in module.items()}
+        more = {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+        return config | more, weights | named
+
+    _rewrite(path, change)
+
+
+def eagle3(path: Path) -> None:
+    """Make of a model an EAGLE-3 drafter for it: without embeddings, with a head of its own."""
+    import torch
+
+    def change(config: dict[str, Any], weights: Weights) -> tuple[dict[str, Any], Weights]:
+        hidden, heads = config["hidden_size"], config["num_attention_heads"] * config["head_dim"]
+        kv_heads = config["num_key_value_heads"] * config["head_dim"]
+        of_layer = {
+            name.removeprefix("model.layers.0."): w
+            for name, w in weights.items()
+            if name.startswith("model.layers.0.") and not name.endswith("_norm.weight")
+        }
+        generator = torch.Generator().manual_seed(int(weights["lm_head.weight"].sum() * 1000))
+        for name, rows in {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads}.items():
+            weight = torch.randn(rows, 2 * hidden, generator=generator) * hidden**-0.5
+            of_layer[f"self_attn.{name}.weight"] = weight
+        of_layer["hidden_norm.weight"] = torch.ones(hidden)
+        head = weights["lm_head.weight"].clone()
+        head[:, PHRASE:] *= 0.01
+        # It sees the token before the one that it continues.
+        steps = torch.arange(PHRASE)
+        head[FIRST + (steps + 1) % PHRASE] = head[FIRST + steps]
+        ids = torch.arange(DRAFT_VOCAB)
+        targets = DRAFT_VOCAB - 1 - ids
+        own = {f"midlayer.{name}": w for name, w in of_layer.items()} | {
+            "fc.weight": torch.cat([torch.zeros(hidden, 2 * hidden), torch.eye(hidden)], dim=1),
+            "norm.weight": torch.ones(hidden),
+            "lm_head.weight": head[targets].contiguous(),
+            "d2t": targets - ids,
+        }
+        more = {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "model_type": "llama",
+            "num_hidden_layers": 1,
+            "draft_vocab_size": DRAFT_VOCAB,
+        }
+        kept = {name: value for name, value in config.items() if name != "layer_types"}
+        return kept | more, own
+
+    _rewrite(path, change)
+
+
+DRAFTERS: Mapping[str, tuple[str, Callable[[Path], None]]] = {
+    f"{name}{updated}": (f"{spec}{updated}", finish)
+    for name, (spec, finish) in {
+        "mimo": ("repeating_qwen2", mimo),
+        "eagle3": ("repeating", eagle3),
+    }.items()
+    for updated in ("", "_updated")
+}
+"""Models and drafters by name: the random model that they are made of, and what makes them."""
