@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from pat_vllm.layout import device_of
@@ -184,9 +183,8 @@ def _drafts(vllm_config: VllmConfig) -> Any:
     speculative = vllm_config.speculative_config
     if speculative is None or speculative.method is None:
         return None
-    use_v2 = vllm_config.use_v2_model_runner
-    if has_weights(speculative):  # 0.31 has other drafters
-        use_v2 &= find_spec("vllm.v1.worker.gpu.spec_decode.target_dependent_ar") is not None
+    # vLLM 0.31, which has no such method, has other drafters.
+    use_v2 = bool(vllm_config.use_v2_model_runner and hasattr(speculative, "use_ngram"))
     return None if is_served(speculative.method, use_v2) else speculative.method
 
 
