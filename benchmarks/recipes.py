@@ -66,7 +66,10 @@ _EXPERTS = re.compile(r"a\d+b|moe", re.IGNORECASE)
 """Names of mixtures of experts: a token goes to so many billions of weights."""
 _IMAGE_DATA = re.compile(r"geo3k|video|openr1mm", re.IGNORECASE)
 
-_OF_MODELS = {rule.option for rule in MODEL_RULES}
+_OF_MODELS = {rule.option for rule in MODEL_RULES} | {
+    f"speculative_config.{name}" for name in ("model", "quantization", "num_speculative_tokens")
+}
+"""What is asked of a checkpoint, or of a drafter's."""
 
 REASONS = {
     "language_model_only": "`language_model_only` is not set",

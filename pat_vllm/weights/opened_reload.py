@@ -63,25 +63,32 @@ class OpenedReload:
             self.close()
         return was_open
 
+    @property
+    def incomplete(self) -> str | None:
+        """A quantized layer of which only some weights have come; None: there is none."""
+        for path, layer in self._quantized.items():
+            info = get_layerwise_info(layer.module)
+            if info.can_load() and 0 < info.load_numel < (info.load_numel_total or 0):
+                return path
+        return None
+
     def close(self) -> None:
         """End the reload: before weights are used.
 
         Raises:
             RuntimeError: only some of a quantized layer's weights have come.
         """
+        if (path := self.incomplete) is not None:
+            raise RuntimeError(
+                f"of {path}, which is quantized as a whole, only some weights have been loaded; "
+                "send all of a layer's weights before they are processed"
+            )
         self.is_open = False
-        for path, layer in self._quantized.items():
+        for layer in self._quantized.values():
             info = get_layerwise_info(layer.module)
-            if not info.can_load():
-                continue
-            if info.load_numel == 0:  # without vLLM's warning
+            if info.can_load():  # none have come, of which vLLM would warn
                 _place_kernel_tensors(layer.module, info)
                 info.reset()
-            elif info.load_numel < (info.load_numel_total or 0):
-                raise RuntimeError(
-                    f"of {path}, which is quantized as a whole, only some weights have been "
-                    "loaded; send all of a layer's weights before the next step"
-                )
         with set_current_vllm_config(self._config):
             finalize_layerwise_reload(self._model, self._config.model_config)
 

@@ -151,10 +151,16 @@ class LayoutWeights:
         """Whether a trainer's weights wait for `finish_update`."""
         return self._reload is not None and self._reload.is_open
 
-    def finish_update(self) -> None:
-        """Put what has been loaded in place. In the base layout; before `refresh`."""
+    def finish_update(self) -> bool:
+        """Put what has been loaded in place. In the base layout; before `refresh`.
+
+        Returns:
+            Whether it is done. It is not while only some weights of a quantized layer have come.
+        """
         assert self._reload is not None
-        self._reload.close()
+        if self._reload.incomplete is None:
+            self._reload.close()
+        return not self._reload.is_open
 
     def arrange(self, layout: Layout) -> int:
         """Before `layout` runs, or new weights come to the base layout: put its rows in place.

@@ -104,8 +104,10 @@ class WeightUpdatesMixin(_Base):
         if self._weights.loading:
             active = self._active
             self._enter_for_a_call(self._base)
-            self._weights.finish_update()
+            complete = self._weights.finish_update()
             self._activate(active)
+            if not complete:
+                return Refreshed.MISSING
         done = self._weights.refresh(self._active.layout)
         self._synchronize_device()
         if done and self._weights.drafter_is_stale:
