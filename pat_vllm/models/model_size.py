@@ -303,18 +303,23 @@ class ModelSize:
         return int(pairs * _SWAPPED * chunks * _SWAP_ROW_BYTES)
 
     def gathered_bytes(self, layouts: Sequence[Layout]) -> int:
-        """The most columns of a quantized matrix that a switch brings together at once: of the
-        output of attention or of an MLP. Kernels for plain weights take them where they are."""
+        """What a switch brings together of a quantized matrix at once, at most: of the widest.
+
+        Marlin has matrices the other way round, so fused ones count as well. Kernels for plain
+        weights take them where they are.
+        """
         sizes = [layout.tp for layout in layouts]
         if self.quantized.weight_bytes is None or len(sizes) == 1:
             return 0
         value = self.head_dim if self.latent is None else self.latent.value
-        mlp = max(
-            self.intermediate if self.dense_layers else 0,
-            self.experts.shared if self.experts is not None else 0,
+        mlps = [self.intermediate] * (self.dense_layers > 0)
+        if self.experts is not None:
+            mlps.append(self.experts.shared)
+        widest = max(
+            (self.heads // sizes[1] + 2 * max(1, self.kv_heads // sizes[1])) * value,
+            *((1 + self.mlp_gate) * mlp // sizes[1] for mlp in mlps),
         )
-        columns = max(self.heads * value, mlp) // sizes[1]
-        return self.hidden * columns * self.quantized.weight_bytes
+        return self.hidden * widest * self.quantized.weight_bytes
 
     def kv_bytes_per_token(self, tp: int) -> int:
         """KV of one token, over all layers, on a rank; heads are replicated where they are few."""

@@ -26,9 +26,9 @@ def lengths_to_plan(config: SpeculativeConfig | None, kept: Sequence[int]) -> Se
     Args:
         kept: those that the engine keeps ready.
     """
-    if config is None or config.num_speculative_tokens_per_batch_size or has_weights(config):
+    if config is None or config.num_speculative_tokens_per_batch_size is not None:
         return (0,)
-    return kept
+    return (0,) if has_weights(config) else kept
 
 
 class DraftLengths:

@@ -198,7 +198,9 @@ def test_a_runner_is_told_of_every_length(longest: int, batch: int) -> None:
 
 
 def config(schedule: Any = None) -> Any:
-    return SimpleNamespace(num_speculative_tokens=4, num_speculative_tokens_per_batch_size=schedule)
+    return SimpleNamespace(
+        method="ngram", num_speculative_tokens=4, num_speculative_tokens_per_batch_size=schedule
+    )
 
 
 def replicas(number: int) -> list[Any]:
