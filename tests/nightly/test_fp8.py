@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from tests.engine.specs import IN_PLACE, WHOLE_PROMPTS
+from tests.engine.specs import FP8, FP8_MIXTURE, IN_PLACE, WHOLE_PROMPTS
 from tests.engine.test_fp8 import (  # noqa: F401
     test_each_layout_is_stock_vllm_at_its_tp,
     test_requests_in_flight_go_on_as_near_as_layouts_are,
+)
+from tests.engine.test_switch import (  # noqa: F401
+    case,
+    test_storm_of_trajectories,
+    test_the_next_turn_finds_its_kv_after_a_switch,
 )
 from tests.support.pool import EngineSpec
 
@@ -26,3 +31,7 @@ pytestmark = pytest.mark.engine(
         OPTIONS | {"quantization": "fp8_per_channel"},
     ),
 )
+ENGINES = {
+    "test_storm_of_trajectories": [FP8, FP8_MIXTURE],
+    "test_the_next_turn_finds_its_kv_after_a_switch": [FP8, FP8_MIXTURE],
+}
