@@ -139,7 +139,18 @@ class WeightUpdatesMixin(_Base):
         super().update_weights(update_info)
 
     def start_weight_update(self) -> None:
+        """As in vLLM. What has been loaded by `load_weights` before is put in place first: else the
+        next step would put it there, and end this update with it.
+
+        Raises:
+            RuntimeError: only some of a layer's weights have been loaded so.
+        """
         self._weights.refuse_if_packed()
+        if self._weights.loading and not self._weights.finish_update():
+            raise RuntimeError(
+                "an update by load_weights has brought only some weights of a quantized layer; "
+                "send the others before start_weight_update"
+            )
         super().start_weight_update()
 
     def start_draft_weight_update(self) -> None:
