@@ -87,7 +87,7 @@ class ColumnBlock:
 
 
 def _widest(num_bytes: int) -> torch.dtype:
-    """What so many bytes are copied as: bytes one by one take twice the time on a CPU."""
+    """What so many bytes are copied as: bytes one by one take longer."""
     wide = (torch.int64, torch.int32, torch.int16)
     return next((dtype for dtype in wide if num_bytes % dtype.itemsize == 0), torch.uint8)
 

@@ -134,7 +134,7 @@ def parse_speculation(text: str | None) -> dict[str, Any] | None:
     if (method := config.get("method")) not in OF_TEXT:
         raise ValueError(
             f"--vllm.speculative_config {text!r} has the method {method!r}; allowed: "
-            f"{', '.join(OF_TEXT)}, because layouts cannot share drafters with weights or state"
+            f"{', '.join(OF_TEXT)}, because drafters with weights are not served in OpenRLHF yet"
         )
     return config
 

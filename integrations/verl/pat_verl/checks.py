@@ -210,14 +210,14 @@ def _options(rollout: Any, model: Any) -> Refused:
     )
     refuse(
         "mtp.enable_rollout",
-        f"PAT's layouts cannot share drafters with weights: set False; without weights is "
+        f"drafters with weights are not served in verl yet: set False; without weights is "
         f"{_SPECULATE}",
         bool(_get(rollout, "mtp.enable")) and bool(_get(rollout, "mtp.enable_rollout")),
     )
     method = (speculative_config(rollout) or {}).get("method")
     refuse(
         f"{_KWARGS}.speculative_config.method",
-        f"PAT's layouts cannot share drafters with weights or state: allowed {', '.join(OF_TEXT)}",
+        f"drafters with weights are not served in verl yet: allowed {', '.join(OF_TEXT)}",
         method not in (None, *OF_TEXT),
         value=method,
     )
