@@ -35,6 +35,7 @@ ENGINES = {
     "test_conversations_use_no_kv_of_old_weights": [SPREAD_MIXTURE],
     "test_requests_wait_for_the_end_of_a_transfer": [FOUR_RANKS],
     "test_a_transfer_that_fails": [FOUR_RANKS],
+    "test_a_transfer_puts_in_place_first_what_was_loaded_before": [FP8],
     "test_packed_weights_refuse_an_update_and_allow_anything_else": [DENSE],
 }
 PLAIN: dict[str, Any] = {"worker_extension_cls": "tests.support.weight_updates.WeightUpdates"}
@@ -260,6 +261,20 @@ def test_nothing_that_happens_between_two_batches_leaves_stale_weights(updated: 
                 assert pat_vllm.switch(llm, tp=rng.choice(layouts))
 
         updated.check(model, before_step)
+
+
+def test_a_transfer_puts_in_place_first_what_was_loaded_before(updated: Updated) -> None:
+    """No step has used it yet. Else the next step would end the transfer, and use old weights."""
+    llm = updated.llm
+    trainer = trainer_of(llm)
+    load_all(llm, updated.new)
+    llm.start_weight_update()
+    assert scheduler_of(llm).replica_set.executor.waits_for_weights()
+    for part in halves(updated.old):
+        trainer.send(part)
+    llm.finish_weight_update()
+    llm.reset_prefix_cache()
+    updated.check(updated.old)
 
 
 def sleep_with_new_weights(
