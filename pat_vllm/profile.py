@@ -47,7 +47,8 @@ class StepShape:
             (a CPU's memory, a power limit) a step takes longer the more of them do.
         drafts: draft tokens of all requests together that are verified beside their tokens.
         k: draft tokens that the drafter is asked for, for each request: vLLM's
-            `num_spec_tokens_to_schedule`. They are verified in the next step. 0: it does not run.
+            `num_spec_tokens_to_schedule`. They are verified in the next step. 0: a drafter of text
+            does not run, one with weights makes its first pass.
     """
 
     batch: int
@@ -149,6 +150,8 @@ class Profile(StrictModel):
         kv_tokens: tokens whose KV a replica's memory holds, by tp.
         kv_bytes_per_token: KV bytes of a token over all layers and KV heads.
         experts: of a mixture, how many a layer has, and to how many of them a token goes.
+        drafter_has_weights: whether drafts are made by a model, in a pass for each; else they are
+            looked for.
         steps, switches: the samples.
         note: where modelled figures come from, or how a measurement was made.
     """
@@ -165,6 +168,7 @@ class Profile(StrictModel):
     kv_tokens: dict[int, Annotated[int, Field(le=_MOST)]]
     kv_bytes_per_token: Positive
     experts: tuple[Positive, Positive] | None = None
+    drafter_has_weights: bool = False
     steps: tuple[StepSample, ...]
     switches: tuple[SwitchSample, ...] = ()
     note: str = ""

@@ -9,7 +9,7 @@ not do, they are assumptions.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import log2
 
@@ -19,6 +19,7 @@ from numpy.typing import ArrayLike
 from pat_vllm.layout import Experts, Layout
 from pat_vllm.modelled.expert_load import busiest, hot_experts
 from pat_vllm.modelled.gpus import Gpu
+from pat_vllm.models.drafter_size import DrafterSize, with_kv_of
 from pat_vllm.models.model_size import ModelSize
 from pat_vllm.predictor.planner import SwitchSeconds
 from pat_vllm.predictor.state import Floats
@@ -89,13 +90,15 @@ class Machine:
 
     Attributes:
         experts: how the experts of a mixture lie (`layout.Experts`); None: there are none.
-        drafting: seconds that a drafter adds to a step in which it runs; an assumption.
+        drafting: seconds that a drafter of text adds to a step in which it runs; an assumption.
+        drafter: a drafter with weights.
     """
 
     model: ModelSize
     gpu: Gpu
     experts: Experts | None = None
     drafting: float = 0.0
+    drafter: DrafterSize | None = None
 
     def expert_load(self, layout: Layout, tokens: Floats) -> tuple[Floats, Floats]:
         """In a mixture of experts: what a layer's busiest rank has to do, as in `ExpertLoad`.
@@ -128,7 +131,9 @@ class Machine:
 
         A step verifies `drafts` draft tokens of all decodes together. Each is a token to compute
         and to sample, and attends to its request's context, whose KV is read once for all of them.
-        With a draft length `k` the drafter runs.
+        With a draft length `k` the drafter runs. One with weights makes a pass over the step's
+        tokens at any `k`, and for each draft after the first another over one token of each
+        request, all with its head.
 
         Of a mixture, a rank reads the experts that some token goes to, once.
 
@@ -138,13 +143,49 @@ class Machine:
         batch, context, prefill, drafts, k = (
             np.asarray(value, np.float64) for value in (batch, context, prefill, drafts, k)
         )
-        model, tokens, tp = self.model, batch + drafts + prefill, layout.tp
         prompts = prefill > 0
         sampled = batch + drafts + prompts
+        work = self._pass(layout, batch, context, prefill, drafts, sampled)
+        drafting = self._drafting(layout, batch, context, prefill, drafts, k)
+        return np.asarray(work + drafting + STEP_OVERHEAD + sampled * SAMPLED_TOKEN)
+
+    def _drafting(
+        self,
+        layout: Layout,
+        batch: Floats,
+        context: Floats,
+        prefill: Floats,
+        drafts: Floats,
+        k: Floats,
+    ) -> Floats:
+        """Seconds of what makes the next drafts."""
+        if self.drafter is None:
+            return np.asarray(self.drafting * (k > 0), np.float64)
+        own = replace(self, model=self.drafter.model, drafter=None)
+        joining, none = self.drafter.joining(layout.tp), np.zeros(())
+        given = batch, context, prefill, drafts, batch + (prefill > 0)
+        of_one = batch, context, none, none, batch
+        further = np.maximum(k - 1, 0) * own._pass(layout, *of_one, joining)
+        return own._pass(layout, *given, joining) + further
+
+    def _pass(
+        self,
+        layout: Layout,
+        batch: Floats,
+        context: Floats,
+        prefill: Floats,
+        drafts: Floats,
+        sampled: Floats,
+        more: float = 0.0,
+    ) -> Floats:
+        """Seconds of the model's layers, and of its head for the tokens that are sampled; the
+        others as for `step`, and weights that every token needs beside its own."""
+        model, tokens, tp = self.model, batch + drafts + prefill, layout.tp
+        prompts = prefill > 0
         layers, head = model.layer_weights(tp), model.head_weights(tp)
         some = np.maximum(batch, 1.0)
         seen = context * model.kv_share(context / some)
-        memory = model.layer_bytes(tp) + head * model.dtype_bytes
+        memory = model.layer_bytes(tp) + (head + more) * model.dtype_bytes
         # Decoding reads these in place of the weights that they are copies of.
         memory = memory + model.absorbed_bytes(tp) * (1 - model.matrix_bytes / model.dtype_bytes)
         memory = memory + (seen + prefill) * model.kv_bytes_per_token(tp)
@@ -153,7 +194,7 @@ class Machine:
         attention = attention + attended * model.attention_operations(tp, decode=True)
         # As many operations in 16 bits as take the time of those in 8.
         share = self.gpu.flops / self.gpu.fp8_flops if model.quantized.weight_bytes else 1.0
-        operations = 2 * (share * layers * tokens + head * sampled)
+        operations = 2 * ((share * layers + more) * tokens + head * sampled)
         operations = operations + model.attention_layers * attention
         if model.linear is not None:
             # A state is read and written once for all of a request's tokens, whatever its context.
@@ -170,13 +211,13 @@ class Machine:
         size = tokens * model.hidden * model.dtype_bytes
         communicating = model.depth * _layer_communication(self.gpu, tp, size)
         working = (reading**OVERLAP + computing**OVERLAP) ** (1 / OVERLAP)
-        overheads = launching + STEP_OVERHEAD + sampled * SAMPLED_TOKEN + self.drafting * (k > 0)
-        return np.asarray(working + communicating + overheads)
+        return np.asarray(working + communicating + launching)
 
     def moved(self, source: Layout, target: Layout) -> float:
         """Bytes of KV per token that change ranks, over all ranks."""
         heads = self.model.kv_heads
-        return self.model.kv_bytes_per_token(1) / heads * _moved_heads(source, target, heads)
+        of_token = with_kv_of(self.model, self.drafter).kv_bytes_per_token(1)
+        return of_token / heads * _moved_heads(source, target, heads)
 
     def moved_states(self, source: Layout, target: Layout) -> float:
         """Bytes per request that change ranks beside its KV, over all ranks."""
@@ -202,7 +243,8 @@ class Machine:
         """Seconds of switches of an engine with that base layout.
 
         A switch moves the KV of the live requests, and their states, and permutes the weights in
-        place: each rank reads and writes its target shard once, and of experts what moves.
+        place: each rank reads and writes its target shard once, and of experts what moves. A
+        drafter's weights, a layer's, are left out.
         """
 
         def seconds(source: Layout, target: Layout, live: Floats, tokens: Floats) -> Floats:

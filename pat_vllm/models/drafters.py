@@ -55,6 +55,6 @@ def is_measured(method: str, use_v2: bool) -> bool:
     """Whether steps can be measured with a given number of drafts, and drafts be planned by that.
 
     With "ngram_gpu" on Model Runner V1 they cannot: that runner drops, before a step, drafts that
-    it did not find itself. What steps with a drafter of weights cost is not modelled.
+    it did not find itself.
     """
-    return looks_into_responses(method, use_v2)
+    return is_served(method, use_v2) and (use_v2 or method != "ngram_gpu")

@@ -43,6 +43,7 @@ class EngineLimits:
         draft_lengths: those above 0 that steps may be measured with, ascending.
         misses: whether a step may have a draft length and verify no drafts, as when nothing was
             found. Where it may not, drafts are filled up and always verified.
+        drafter_has_weights: whether drafts are made by a model, which reads KV of its own.
     """
 
     layouts: tuple[Layout, ...]
@@ -53,6 +54,7 @@ class EngineLimits:
     blocks: Mapping[int, int]
     draft_lengths: tuple[int, ...] = ()
     misses: bool = False
+    drafter_has_weights: bool = False
 
     @property
     def kv_tokens(self) -> dict[int, int]:
@@ -243,6 +245,7 @@ def _rows(limits: EngineLimits, layout: Layout) -> list[_Row]:
         _Row(1, (share,)),
         _Row(1, (1,), busy=(1,)),
         _Row(2, (1, share), k=(*telling,)),
+        _Row(2, (few,), context=(1,) * limits.drafter_has_weights, k=lengths[-1:]),
         _Row(3, (32 // every, 32)),
         _Row(3, (0,), prefill=(min(512, tokens),)),
         _Row(3, (1, few, share), context=(1,)),

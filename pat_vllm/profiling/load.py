@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 
 from pat_vllm.layout import Layout
-from pat_vllm.models.drafters import is_measured, reads_ahead
+from pat_vllm.models.drafters import has_weights, is_measured, reads_ahead
 from pat_vllm.models.layer_sizes import routing_of
 from pat_vllm.profile import Profile
 from pat_vllm.profiling import cache as profile_cache
@@ -170,6 +170,7 @@ def engine_limits(executor: PATExecutorMixin, kv_cache_config: KVCacheConfig) ->
         },
         draft_lengths=_draft_lengths(vllm_config, setup.draft_lengths),
         misses=not vllm_config.use_v2_model_runner,
+        drafter_has_weights=has_weights(vllm_config.speculative_config),
     )
 
 
@@ -202,4 +203,5 @@ def profile_header(executor: PATExecutorMixin, kv_cache_config: KVCacheConfig) -
         "kv_tokens": limits.kv_tokens,
         "kv_bytes_per_token": sum(kind.token_bytes for kind in limits.kinds),
         "experts": routing,
+        "drafter_has_weights": has_weights(vllm_config.speculative_config),
     }

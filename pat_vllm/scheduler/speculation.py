@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
-from pat_vllm.models.drafters import has_weights
-
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig
 
@@ -21,14 +19,14 @@ if TYPE_CHECKING:
 def lengths_to_plan(config: SpeculativeConfig | None, kept: Sequence[int]) -> Sequence[int]:
     """The draft lengths among which the policy may choose.
 
-    Only 0 where a user's table holds, and with a drafter of weights: the configuration says then.
+    Only 0 where a user's table holds: the configuration says then.
 
     Args:
         kept: those that the engine keeps ready.
     """
     if config is None or config.num_speculative_tokens_per_batch_size is not None:
         return (0,)
-    return (0,) if has_weights(config) else kept
+    return kept
 
 
 class DraftLengths:

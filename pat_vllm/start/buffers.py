@@ -13,6 +13,7 @@ from typing import Literal
 from pat_vllm.config import PATConfig
 from pat_vllm.layout import Experts, Layout
 from pat_vllm.modelled.gpus import Link, MiB
+from pat_vllm.models.drafter_size import DrafterSize
 from pat_vllm.models.model_size import ModelSize
 from pat_vllm.start.limits import Limits, layout_limits
 
@@ -42,6 +43,7 @@ class EngineShape:
         migrates: whether switches carry KV between ranks.
         attention: the backend, where it keeps large buffers.
         num_speculative_tokens: the most draft tokens; 0 without speculation.
+        drafter: what makes them, if it has weights.
         link: what connects the GPUs; None: not known.
     """
 
@@ -60,6 +62,7 @@ class EngineShape:
     migrates: bool = True
     attention: Literal["FLASH_ATTN", "FLASHINFER", "CPU_ATTN"] = "FLASH_ATTN"
     num_speculative_tokens: int = 0
+    drafter: DrafterSize | None = None
     link: Link | None = None
 
     def limits(self, layout: Layout) -> Limits:
@@ -124,6 +127,10 @@ def runner_buffers(model: ModelSize, engine: EngineShape, layout: Layout) -> lis
             Buffer(table, table),
             Buffer(small, small, pageable=5 * token_ids // 4),
         ]
+    if engine.drafter is not None:
+        # The hidden states that it begins with.
+        width = engine.drafter.model.hidden
+        buffers.append(Buffer(tokens * width * model.dtype_bytes))
     if engine.attention == "FLASHINFER":
         elements = tokens * (model.heads // layout.tp) * model.head_dim
         workspace = max(FLASHINFER_WORKSPACE, elements * _FLASHINFER_BYTES_PER_ELEMENT)

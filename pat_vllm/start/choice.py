@@ -17,6 +17,7 @@ from pat_vllm.config import PATConfig
 from pat_vllm.layout import Experts, Layout
 from pat_vllm.modelled.gpus import Device, Gpu, Link, gib, known_gpu, link_of
 from pat_vllm.modelled.roofline import Machine
+from pat_vllm.models.drafter_size import DrafterSize
 from pat_vllm.models.model_size import ModelSize
 from pat_vllm.models.moe_config import MoEConfig
 from pat_vllm.models.quantization import PLAIN, Quantized
@@ -86,6 +87,7 @@ def choose(
     *,
     dtype_bytes: int = 2,
     quantized: Quantized = PLAIN,
+    drafter: tuple[str, Mapping[str, Any]] | None = None,
     load: Load,
 ) -> Choice:
     """The layouts of an engine. What its user names is kept.
@@ -93,10 +95,12 @@ def choose(
     Args:
         model_config: contents of the model's `config.json`.
         pat: PAT's options.
-        engine: its other options; `layouts`, `experts`, `pat` and `link` are not looked at.
+        engine: its other options; `layouts`, `experts`, `pat`, `drafter` and `link` are not looked
+            at.
         ranks: number of the engine's ranks.
         device: what each rank runs on; None: nothing is known of it.
         dtype_bytes, quantized: as `ModelSize` has them.
+        drafter: of one with weights, vLLM's method, and the contents of its `config.json`.
         load: the batch that is expected.
 
     Raises:
@@ -105,6 +109,7 @@ def choose(
     mixture = MoEConfig.from_config(model_config)
     try:
         model = ModelSize.of(model_config, dtype_bytes, quantized)
+        engine = replace(engine, drafter=drafter and DrafterSize.of(drafter[0], model, drafter[1]))
     except ValueError:  # its kind is one whose sizes are not known
         model = None
     link = None if device is None else link_of(device)
@@ -358,7 +363,7 @@ class _Search:
     def _seconds(self, sizes: Sequence[int], gpu: Gpu, load: Load) -> float:
         """Modelled seconds of a batch in an engine with these layouts, by the best plan."""
         assert self.model is not None
-        machine = Machine(self.model, gpu, self.experts(sizes))
+        machine = Machine(self.model, gpu, self.experts(sizes), drafter=self.engine.drafter)
         layouts, room = self.layouts(sizes), self.memory(sizes).kv_tokens
         most = {layout.tp: self.engine.limits(layout).max_num_seqs for layout in layouts}
         planner = Planner(

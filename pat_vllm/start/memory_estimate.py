@@ -14,6 +14,7 @@ from typing import NamedTuple
 from pat_vllm.kv_transfer.plan import EXCHANGE_CHANNELS, ROUNDS
 from pat_vllm.layout import Layout
 from pat_vllm.modelled.gpus import Device, MiB
+from pat_vllm.models.drafter_size import with_kv_of
 from pat_vllm.models.model_size import ModelSize
 from pat_vllm.start.buffers import EngineShape, all_buffers
 from pat_vllm.start.limits import Limits
@@ -127,8 +128,8 @@ class RankMemory:
 
     Attributes:
         requested: what vLLM may use, `gpu_memory_utilization` of the device.
-        weights: weights, what each layout makes of them for latent attention, and the table of
-            rotary embeddings.
+        weights: weights, also a drafter's, what each layout makes of them for latent attention,
+            and the table of rotary embeddings.
         swap_tables: tables of the rows that trade places between layouts.
         communicators: those of groups that do not span all ranks, one for each tp (vLLM makes a
             group of all ranks before it looks at what is free); FlashInfer's buffers of every
@@ -164,6 +165,8 @@ def estimate(model: ModelSize, engine: EngineShape, device: Device) -> RankMemor
     in_place, spread = engine.weights == "inplace", engine.experts == "ep"
     held = layouts[:1] if in_place else layouts
     weights = sum(model.weight_bytes(layout.tp, spread) for layout in held)
+    if engine.drafter is not None:
+        weights += sum(engine.drafter.weight_bytes(layout.tp, spread) for layout in held)
     weights += sum(model.absorbed_bytes(layout.tp) for layout in layouts)
     weights += model.rotary_bytes
     tables = model.swap_table_bytes(layouts, spread) if in_place else 0
@@ -184,12 +187,13 @@ def estimate(model: ModelSize, engine: EngineShape, device: Device) -> RankMemor
         model.step_bytes(layout.tp, limit.max_num_batched_tokens, limit.max_num_seqs)
         for layout, limit in zip(layouts, limits, strict=True)
     ]
-    block_size = model.block_size(layouts[0].tp, engine.block_size)
-    share = _kv_share(model, engine.max_model_len, block_size)
+    of_kv = with_kv_of(model, engine.drafter)
+    block_size = of_kv.block_size(layouts[0].tp, engine.block_size)
+    share = _kv_share(of_kv, engine.max_model_len, block_size)
     requested = int(device.memory * engine.gpu_memory_utilization)
     free = requested - weights - tables - groups - early
     staged = (
-        staged_share(layouts, model.kv_heads, num_regions(_layers_by_kind(model)))
+        staged_share(layouts, model.kv_heads, num_regions(_layers_by_kind(of_kv)))
         if engine.migrates
         else 0.0
     )
@@ -207,7 +211,7 @@ def estimate(model: ModelSize, engine: EngineShape, device: Device) -> RankMemor
         graphs=graphs,
         kv=kv,
         kv_tokens={
-            layout.tp: max(0, int(kv // (block_size * share * model.kv_bytes_per_token(layout.tp))))
+            layout.tp: max(0, int(kv // (block_size * share * of_kv.kv_bytes_per_token(layout.tp))))
             * block_size
             for layout in layouts
         },
@@ -273,7 +277,7 @@ def _graph_bytes(model: ModelSize, engine: EngineShape, limits: Limits) -> int:
         return 0
     tokens = limits.max_num_seqs * (1 + engine.num_speculative_tokens)
     captured = _captures(2 * tokens) + _captures(tokens)
-    return int(model.depth * captured * GRAPH_BYTES)
+    return int(with_kv_of(model, engine.drafter).depth * captured * GRAPH_BYTES)
 
 
 def _captures(most: int) -> int:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pat_vllm.config import SCHEDULER_CLS, PATConfig
 from pat_vllm.layout import Layout
+from pat_vllm.models.drafters import has_weights
 from pat_vllm.models.layer_sizes import fields_of, linear_heads
 from pat_vllm.models.model_rules import refusal
 from pat_vllm.models.quantization import Quantized
@@ -180,6 +181,7 @@ def _choose_layouts(vllm_config: VllmConfig, options: PATConfig) -> None:
             model.quantization,
             vllm_config.cache_config.cache_dtype,
         ),
+        drafter=_drafter(vllm_config.speculative_config),
         load=expected_load(options, shape, ranks),
     )
     found = "; ".join(filter(None, (pinned + choice.found, choice.warning)))
@@ -188,6 +190,15 @@ def _choose_layouts(vllm_config: VllmConfig, options: PATConfig) -> None:
     logger.info("PAT: %s", choice.found)
     if choice.warning is not None:
         logger.warning("PAT: %s", choice.warning)
+
+
+def _drafter(speculative: SpeculativeConfig | None) -> tuple[str, dict[str, Any]] | None:
+    """The method of a drafter with weights, and the fields of its config."""
+    if speculative is None or not has_weights(speculative):
+        return None
+    config: Any = speculative.draft_model_config.hf_text_config
+    # vLLM wraps an EAGLE head's config in one of its own.
+    return str(speculative.method), fields_of(getattr(config, "model", None) or config)
 
 
 def _pin_layout(vllm_config: VllmConfig, options: PATConfig) -> tuple[PATConfig, str]:

@@ -2,9 +2,10 @@
 
 A step reads the weights (constant), computes its tokens, reads the KV of its contexts and shares
 the machine with the other replicas. Draft tokens that it verifies are computed beside the others;
-the contexts are read once for all of them. Then it may look for the next drafts. Of a mixture it
-reads the experts that some token goes to, until all are. All coefficients are non-negative, so the
-sum grows with batch, contexts, longest context, prefill, drafts and busy replicas by construction.
+the contexts are read once for all of them. Then it makes the next drafts: a search, or a drafter's
+pass for each. Of a mixture it reads the experts that some token goes to, until all are. All
+coefficients are non-negative, so the sum grows with batch, contexts, longest context, prefill,
+drafts and busy replicas by construction.
 """
 
 from __future__ import annotations
@@ -41,10 +42,13 @@ class StepBase:
         experts, chosen: of all a mixture's experts; the probability that a token goes to one.
         knees: (tokens, seconds per token, decoded, prompt or draft, beyond them).
         drafts: per draft token verified.
-        drafting, drafting_batch: where drafts are looked for, and per request then.
+        drafting, drafting_batch, drafting_context: of a search for drafts, or of a drafter's pass,
+            and more per request and per token of the contexts.
         busy, busy_batch, busy_context, busy_prefill, busy_drafts: per other busy replica; the last
             four per request, token of context, prompt token and draft token.
         has_drafts: whether the samples had steps with drafts.
+        has_passes: whether k drafts take k passes of a drafter with weights; else one search. A
+            pass that a step has at k = 0, too, is in `constant` and `batch`.
     """
 
     constant: float
@@ -55,6 +59,7 @@ class StepBase:
     drafts: float
     drafting: float
     drafting_batch: float
+    drafting_context: float
     busy: float
     busy_batch: float
     busy_context: float
@@ -62,26 +67,30 @@ class StepBase:
     busy_drafts: float
     knees: tuple[tuple[int, float], ...]
     has_drafts: bool = False
+    has_passes: bool = False
     experts: float = 0.0
     chosen: float = 0.0
 
     @classmethod
-    def fit(cls, samples: Sequence[StepSample], chosen: float = 0.0) -> StepBase:
+    def fit(
+        cls, samples: Sequence[StepSample], chosen: float = 0.0, has_passes: bool = False
+    ) -> StepBase:
         """Least relative squares over the samples of one layout.
 
         Without samples that verify drafts, draft tokens count as prompt tokens do; without ones
-        that look for drafts, looking costs nothing. `chosen` of a dense model is 0.
+        that make drafts, making them costs nothing. `chosen` of a dense model is 0.
         """
         from scipy.optimize import nnls
 
         seconds = np.array([s.seconds for s in samples])
-        batch, context, longest, prefill, others, drafts, drafting = np.array(
+        batch, context, longest, prefill, others, drafts, k = np.array(
             [
-                (s.batch, s.context, s.longest, s.prefill, s.busy - 1, s.drafts, s.k > 0)
+                (s.batch, s.context, s.longest, s.prefill, s.busy - 1, s.drafts, s.k)
                 for s in samples
             ],
             float,
         ).T
+        drafting = _runs(k, has_passes)
         terms = {
             "batch": batch,
             "context": context,
@@ -90,6 +99,7 @@ class StepBase:
             "drafts": drafts,
             "drafting": drafting,
             "drafting_batch": drafting * batch,
+            "drafting_context": drafting * context * has_passes,
             "busy": others,
         }
         of_work = ("batch", "context", "prefill", "drafts")
@@ -120,7 +130,8 @@ class StepBase:
         beyond = solution[1 + len(terms) :]
         knees = tuple((k, cost) for k, cost in zip(KNEES, beyond, strict=True) if cost > 0)
         named |= {"constant": solution[0] + floor, "chosen": chosen}
-        return cls(**named, knees=knees, has_drafts=bool(drafts.any()))
+        has_drafts = bool(drafts.any())
+        return cls(**named, knees=knees, has_drafts=has_drafts, has_passes=has_passes)
 
     # `abs` serves numbers and arrays alike: (x + |x|) / 2 is x where positive, else 0.
 
@@ -135,23 +146,30 @@ class StepBase:
             total = total + (above + abs(above)) * (0.5 * cost)
         return total + self.experts * (1 - (1 - self.chosen) ** batch)
 
-    def extra(
-        self, batch: Any, longest: Any, prefill: Any, busy: Any, drafts: Any = 0, k: Any = 0
-    ) -> Any:
-        """Seconds that the longest context, the prefill and the drafts add.
+    def extra(self, batch: Any, longest: Any, prefill: Any, busy: Any, drafts: Any = 0) -> Any:
+        """Seconds that the longest context, the prefill and verifying `drafts` add.
 
-        Grows with every argument; `drafts` and `k` as in `StepShape`.
+        Grows with every argument; they are as in `StepShape`.
         """
         total = self.longest * longest
         more = prefill + drafts
-        if type(more) is int and more == 0 and type(k) is int and k == 0:
+        if type(more) is int and more == 0:
             return total
         others = busy - 1
         total = total + prefill * (self.prefill + others * self.busy_prefill)
         total = total + drafts * (self.drafts + others * self.busy_drafts)
-        total = total + (k > 0) * (self.drafting + batch * self.drafting_batch)
         for knee, per_token in self.knees:
             before = batch - knee
             after = before + more
             total = total + (more + abs(after) - abs(before)) * (0.5 * per_token)
         return total + self.experts * (1 - self.chosen) ** batch * (1 - (1 - self.chosen) ** more)
+
+    def making_drafts(self, batch: Any, context: Any, k: Any) -> Any:
+        """Seconds that making the drafts of the next step adds, with a draft length `k`."""
+        each = self.drafting + batch * self.drafting_batch + context * self.drafting_context
+        return _runs(k, self.has_passes) * each
+
+
+def _runs(k: Any, has_passes: bool) -> Any:
+    """How often a step drafts: a pass for each draft token, or one search."""
+    return k if has_passes else k > 0

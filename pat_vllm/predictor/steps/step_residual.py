@@ -93,13 +93,14 @@ def folds(
 
 
 def cross_validate(
-    steps: Sequence[StepSample], chosen: float, seed: int = 0
+    steps: Sequence[StepSample], chosen: float, has_passes: bool = False, seed: int = 0
 ) -> dict[Layout, StepFit]:
     """Errors of steps that neither the roofline nor its residual has seen, by layout."""
     errors: defaultdict[Layout, list[Floats]] = defaultdict(list)
     for held, kept in folds(steps, _FOLDS, seed):
         bases = {
-            layout: StepBase.fit(samples, chosen) for layout, samples in by_layout(kept).items()
+            layout: StepBase.fit(samples, chosen, has_passes)
+            for layout, samples in by_layout(kept).items()
         }
         decodes = learnable(by_layout(kept, decodes=True))
         booster = fit_residual(bases, decodes) if decodes else None
@@ -157,7 +158,8 @@ def features_of(
 
 def of_base(base: StepBase, batch: Any, context: Any, busy: Any, drafts: Any, k: Any) -> Any:
     """Seconds of decode steps by the base, without what their longest contexts add."""
-    return base.decode(batch, context, busy) + base.extra(batch, 0.0, 0, busy, drafts, k)
+    verified = base.decode(batch, context, busy) + base.extra(batch, 0.0, 0, busy, drafts)
+    return verified + base.making_drafts(batch, context, k)
 
 
 def _parts(

@@ -198,9 +198,10 @@ class StepTimeModel:
     def fit(cls, profile: Profile) -> StepTimeModel:
         """Learn from a profile."""
         samples = by_layout(profile.steps)
-        bases = {layout: StepBase.fit(steps, profile.chosen) for layout, steps in samples.items()}
+        engine = profile.chosen, profile.drafter_has_weights
+        bases = {layout: StepBase.fit(steps, *engine) for layout, steps in samples.items()}
         decodes = by_layout(profile.steps, decodes=True)
-        fits = cross_validate(profile.steps, profile.chosen)
+        fits = cross_validate(profile.steps, *engine)
         learned = any(fit.learned for fit in fits.values())
         booster = fit_residual(bases, learnable(decodes)) if learned else None
         models = {
@@ -286,6 +287,8 @@ def _compile(
     contexts = [max(sample.context, 1) for sample in decodes]
     # If no sample has drafts, there are series for k = 1, whose times are the base's.
     profiled = sorted({sample.k for sample in decodes} - {0}) or [1]
+    if base.has_passes:  # each takes another pass
+        profiled = list(range(1, profiled[-1] + 1))
     steps = _steps_of_series(profiled)
     busy_nodes = sorted({1, layout.replicas, *(sample.busy for sample in decodes)})
     batch_nodes = _nodes(batches, _FAR_BATCHES, 0, KNEES)

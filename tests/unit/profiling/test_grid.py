@@ -128,6 +128,13 @@ def test_points_with_drafts() -> None:
     assert {p.k for p in drafting(plan)} == {2, 7}, "the longest, and what tells of the others"
 
 
+def test_a_drafter_with_weights_is_measured_at_long_contexts_too() -> None:
+    plan = Plan.of(replace(LIMITS, misses=False, drafter_has_weights=True))
+    long = [point for point in drafting(plan) if point.context > 2 * LIMITS.short]
+    assert {point.layout for point in long} == {ONE, TWO}
+    assert not [point for point in drafting(Plan.of(LIMITS)) if point.context > 2 * LIMITS.short]
+
+
 def test_a_longer_budget_has_the_same_points_and_more_patience() -> None:
     start, longer = Plan.of(LIMITS), Plan.of(LIMITS, budget=200.0)
     assert longer.points == start.points
