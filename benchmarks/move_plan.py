@@ -15,6 +15,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from torch import nn
+
 from pat_vllm.layout import Layout
 from pat_vllm.models.known_models import MODEL_SHAPES
 from pat_vllm.weights.inplace import InPlaceShards
@@ -37,7 +39,8 @@ QUANTIZED: dict[str, dict[str, Any]] = {
 def seconds(path: Path, rank: int) -> float:
     """Plan the moves between every two layouts."""
     config = vllm_config_for(path, tp=1, dtype="bfloat16", skip_tokenizer_init=True)
-    strategy, models = InPlaceShards(LAYOUTS, rank, "tp"), []
+    strategy = InPlaceShards(LAYOUTS, rank, "tp")
+    models: list[nn.Module] = []
     for layout in LAYOUTS:
         place = layout.place_of(rank, "tp")
         if not models:

@@ -1,10 +1,10 @@
-"""What PAT saves over the best static layout, with KV in 16 bits and in fp8. Modelled, not run.
+"""What PAT saves over the best static engine, both as they are and with a feature. Modelled.
 
-    python -m benchmarks.where_it_pays rollouts --output benchmarks/results/DATE-fp8-kv.md
+    python -m benchmarks.where_it_pays rollouts --feature mtp --output benchmarks/results/DATE.md
 
-Every cell is what `pat-vllm advise` computes, for PAT and for static engines with the same KV, on
-the same batches, whose lengths the planner knows. Cells are a sample of rollouts as trainers have
-them (`rollouts`, 51), or all of a grid of tails (`tails`, 210).
+Every cell is what `pat-vllm advise` computes, for PAT and for static engines with the same feature,
+on the same batches, whose lengths the planner knows. Cells are a sample of rollouts as trainers
+have them (`rollouts`, 51), or all of a grid of tails (`tails`, 210).
 """
 
 from __future__ import annotations
@@ -12,27 +12,56 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from itertools import islice, product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from benchmarks.record import machine, table
-from pat_vllm.advice.advice import Advice, advise
+from pat_vllm.advice.advice import Advice, Gain, advise
 from pat_vllm.advice.batches import FUTURES
-from pat_vllm.advice.engines import Engines, modelled_engines
+from pat_vllm.advice.engines import Engines, load_of, modelled_engines
+from pat_vllm.advice.replayed_drafts import acceptance_of
 from pat_vllm.cli.advise import AdviseOptions
 from pat_vllm.modelled.shapes import drawn_lengths
 from pat_vllm.models.checkpoint import named_config
 from pat_vllm.predictor.state import Floats
-from pat_vllm.predictor.whole_batch import Batch
+from pat_vllm.predictor.whole_batch import Batch, acceptance_of_each
 
 RANKS = 8
 LONGEST_PROMPT = 512
-BAR = 0.03
-"""Share of the time that PAT with KV in fp8 is to save in the median of `rollouts`."""
+
+
+@dataclass(frozen=True)
+class Feature:
+    """What engines may have.
+
+    Attributes:
+        options: of `pat-vllm advise`.
+        bar: share of the best static engine's time that PAT is to save with it in the median of
+            `rollouts`.
+        bar_of_enough: the same of the cells that have KV enough; None: there is none.
+        acceptance: probability that a draft is accepted if those before it were.
+    """
+
+    name: str
+    options: Mapping[str, str]
+    bar: float
+    bar_of_enough: float | None = None
+    acceptance: float = 0.0
+
+
+FEATURES = {
+    "fp8-kv": Feature("fp8 KV", {"kv_cache_dtype": "fp8"}, 0.03),
+    # 2.5 tokens a step with four drafts.
+    "mtp": Feature("MTP drafts", {"drafter": "mtp"}, 0.05, 0.09, acceptance_of(2.5, 4)),
+}
+PLAIN = Feature("plain", {}, 0.0)
+STATIC_LENGTHS = (3, 5)
+"""Draft lengths that static engines may have beside those of PAT's."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +106,7 @@ def tails() -> Iterator[Cell]:
 def fits(cell: Cell) -> bool:
     """Whether some static layout has room for the longest request, with KV in 16 bits."""
     try:
-        engines_of(cell, "auto", batches_of(cell)[0])
+        engines_of(cell, PLAIN, batches_of(cell)[0])
     except ValueError:
         return False
     return True
@@ -103,60 +132,82 @@ def lengths_of(cell: Cell, seed: int) -> Floats:
     return np.where(few & (draw.random(count) < 0.5), late, usual)
 
 
-def batches_of(cell: Cell) -> list[Batch]:
+def batches_of(cell: Cell, acceptance: float = 0.0) -> list[Batch]:
     batches = []
     for seed in range(FUTURES):
         lengths = np.clip(np.rint(lengths_of(cell, seed)), 1, cell.longest).astype(np.int64)
         prompts = np.random.default_rng((seed, 1)).integers(64, LONGEST_PROMPT, len(lengths))
-        batches.append(Batch(prompts, lengths, None))
+        each = acceptance_of_each(acceptance, len(lengths), seed) if acceptance else None
+        batches.append(Batch(prompts, lengths, each))
     return batches
 
 
-def engines_of(cell: Cell, kv_cache_dtype: str, first: Batch) -> Engines:
-    options = AdviseOptions(cell.model, cell.gpu, RANKS, kv_cache_dtype=kv_cache_dtype)
+def engines_of(cell: Cell, feature: Feature, first: Batch) -> Engines:
+    given: dict[str, Any] = dict(feature.options)
+    options = AdviseOptions(cell.model, cell.gpu, RANKS, **given)
     longest = cell.longest + LONGEST_PROMPT
     model, memory = named_config(cell.model), cell.gpu_memory_utilization
-    return modelled_engines(options, model, first, 0.0, longest, memory)
+    return modelled_engines(options, model, first, feature.acceptance, longest, memory)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What PAT saves, by KV."""
+    """What PAT saves, without the feature and with it.
+
+    Attributes:
+        enough: whether PAT's base layout with the feature has room for all KV of a batch at once.
+    """
 
     plain: Advice
-    fp8: Advice
+    with_it: Advice
+    best: str
+    gain: Gain
+    enough: bool
 
     @classmethod
-    def of(cls, cell: Cell) -> Answer:
-        batches = batches_of(cell)
-        both = (engines_of(cell, dtype, batches[0]) for dtype in ("auto", "fp8"))
-        return cls(*(advise(engines, batches) for engines in both))
+    def of(cls, cell: Cell, feature: Feature) -> Answer:
+        plain, with_it = (advice_of(cell, each) for each in (PLAIN, feature))
+        batches = batches_of(cell, feature.acceptance)
+        static = {str(each): seconds for each, seconds in with_it.static.items()}
+        if feature.acceptance:
+            static |= {
+                f"{each.layout}, k = {k}": tuple(
+                    each.seconds(batch, ((1, each.max_num_seqs, k),)) for batch in batches
+                )
+                for each in with_it.engines.static
+                for k in STATIC_LENGTHS
+            }
+        best = min(static, key=lambda name: sum(static[name]))
+        planner = with_it.engines.planner
+        room, _ = planner.room(planner.layouts[0])
+        enough = load_of(batches[0], feature.acceptance).most_tokens <= room
+        return cls(plain, with_it, best, Gain.of(with_it.pat, static[best]), enough)
 
     @property
-    def of_fp8(self) -> float:
-        """What fp8 KV saves of PAT's own time."""
-        return 1 - sum(self.fp8.pat) / sum(self.plain.pat)
+    def of_feature(self) -> float:
+        """What the feature saves of PAT's own time."""
+        return 1 - sum(self.with_it.pat) / sum(self.plain.pat)
 
-    @property
-    def of_static_fp8(self) -> float:
-        """What static engines with fp8 KV would save of the time of PAT without it."""
-        return 1 - sum(self.fp8.static[self.fp8.best]) / sum(self.plain.pat)
+
+def advice_of(cell: Cell, feature: Feature) -> Advice:
+    batches = batches_of(cell, feature.acceptance)
+    return advise(engines_of(cell, feature, batches[0]), batches)
 
 
 HEADERS = (
     "GPUs", "model", "lengths", "per GPU", "longest", "samples", "memory", "best static",
-    "PAT saves", "best static, fp8 KV", "PAT saves, fp8 KV", "95% interval", "fp8 KV saves PAT",
+    "PAT saves", "best static, both with it", "PAT saves", "95% interval", "it saves PAT", "KV",
 )  # fmt: skip
 
 
 def row(cell: Cell, answer: Answer) -> tuple[str, ...]:
     gpu, *rest = astuple(cell)
-    plain, fp8 = answer.plain, answer.fp8
+    plain, gain = answer.plain, answer.gain
     return (
         f"{RANKS} x {gpu}", *map(str, rest),
         str(plain.best.layout), f"{plain.gain.mean:.1%}",
-        str(fp8.best.layout), f"{fp8.gain.mean:.1%}",
-        f"{fp8.gain.low:.1%} to {fp8.gain.high:.1%}", f"{answer.of_fp8:.1%}",
+        answer.best, f"{gain.mean:.1%}", f"{gain.low:.1%} to {gain.high:.1%}",
+        f"{answer.of_feature:.1%}", "enough" if answer.enough else "short",
     )  # fmt: skip
 
 
@@ -165,30 +216,33 @@ def spread(values: Sequence[float]) -> str:
     return f"{middle:.1%} ({low:.1%} to {high:.1%})"
 
 
-def summary(answers: Sequence[Answer], barred: bool) -> str:
-    """`barred`: whether it is told if `BAR` is met."""
-    gains = {name: [getattr(each, name).gain for each in answers] for name in ("plain", "fp8")}
+def summary(answers: Sequence[Answer], feature: Feature, barred: bool) -> str:
+    """`barred`: whether it is told if the bars are met."""
     lines = [f"{len(answers)} cells; medians (10% to 90% of the cells)."]
-    for name, title in (("plain", "16 bits"), ("fp8", "fp8")):
-        of = gains[name]
-        slower = [gain for gain in of if gain.high < 0]
-        worst = min(gain.mean for gain in of)
+    for name, gains in (
+        ("without it", [answer.plain.gain for answer in answers]),
+        ("with it", [answer.gain for answer in answers]),
+    ):
+        slower, worst = sum(gain.high < 0 for gain in gains), min(gain.mean for gain in gains)
         lines.append(
-            f"KV in {title}: PAT saves {spread([gain.mean for gain in of])} of the best static "
-            f"engine's time with the same KV; surely slower in {len(slower)}, at worst {worst:.1%}."
+            f"Both {name}: PAT saves {spread([gain.mean for gain in gains])} of the best static "
+            f"engine's time; surely slower in {slower}, at worst {worst:.1%}."
         )
-    if barred:
-        met = statistics.median(gain.mean for gain in gains["fp8"]) >= BAR
-        lines.append(f"Bar with fp8 KV: a median of {BAR:.0%}: {'met' if met else 'missed'}.")
-    lines.append(
-        f"fp8 KV saves {spread([each.of_fp8 for each in answers])} of PAT's time; static engines "
-        f"with it {spread([each.of_static_fp8 for each in answers])} of that of PAT without."
-    )
+    enough = [answer.gain.mean for answer in answers if answer.enough]
+    for which, bar, of in (
+        ("all cells", feature.bar, [answer.gain.mean for answer in answers]),
+        (f"{len(enough)} cells with KV enough", feature.bar_of_enough, enough),
+    ):
+        if barred and bar is not None:
+            met = "met" if statistics.median(of) >= bar else "**missed**"
+            lines.append(f"Of {which}, with it: {spread(of)}; bar {bar:.0%}: {met}.")
+    saved = spread([each.of_feature for each in answers])
+    lines.append(f"It saves {saved} of PAT's own time.")
     return "\n".join(f"* {line}" for line in lines)
 
 
 def by_tail(results: Sequence[tuple[Cell, Answer]]) -> str:
-    """The median saving with fp8 KV, and in 16 bits, by lengths and responses per GPU."""
+    """The median saving with the feature, and without, by lengths and responses per GPU."""
     counts = sorted({cell.per_gpu for cell, _ in results})
     rows = []
     for lengths in dict.fromkeys(cell.lengths for cell, _ in results):
@@ -197,32 +251,35 @@ def by_tail(results: Sequence[tuple[Cell, Answer]]) -> str:
             of = [
                 each for cell, each in results if (cell.lengths, cell.per_gpu) == (lengths, count)
             ]
-            pair = ([each.fp8.gain.mean for each in of], [each.plain.gain.mean for each in of])
+            pair = ([each.gain.mean for each in of], [each.plain.gain.mean for each in of])
             texts.append(" / ".join(f"{statistics.median(p):.1%}" for p in pair) if of else "")
         rows.append((lengths, *texts))
     return table(("lengths", *(f"{count} per GPU" for count in counts)), rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("cells", choices=("rollouts", "tails"))
+    parser.add_argument("--feature", choices=FEATURES, default="fp8-kv")
     parser.add_argument("--output", type=Path, required=True, help="Markdown to write.")
     options = parser.parse_args()
+    feature = FEATURES[options.feature]
     cells = list({"rollouts": rollouts, "tails": tails}[options.cells]())
     results = []
     for cell in cells:
         try:
-            results.append((cell, Answer.of(cell)))
+            results.append((cell, Answer.of(cell, feature)))
         except ValueError as error:
             print(f"{cell}: {error}")
             continue
         print(" | ".join(row(*results[-1])), flush=True)
     about = machine()
-    text = summary([answer for _, answer in results], options.cells == "rollouts")
+    text = summary([answer for _, answer in results], feature, barred=options.cells == "rollouts")
+    drafts = f" A draft is accepted with {feature.acceptance:.2f}." if feature.acceptance else ""
     options.output.write_text(
-        f"# KV in fp8: what PAT saves, {options.cells}\n\n**Modelled**, nothing measured: "
-        f"`{about['command']}`, {about['date']}, commit {about['commit']}.\n\n{text}\n\n"
-        f"Median saving, fp8 KV / 16 bits:\n\n{by_tail(results)}\n"
+        f"# {feature.name}: what PAT saves, {options.cells}\n\n**Modelled**, nothing measured: "
+        f"`{about['command']}`, {about['date']}, commit {about['commit']}.{drafts}\n\n{text}\n\n"
+        f"Median saving, with it / without:\n\n{by_tail(results)}\n"
         f"{table(HEADERS, [row(*each) for each in results])}"
     )
     print(text)

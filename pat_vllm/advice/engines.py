@@ -13,7 +13,8 @@ from pat_vllm.files.reading import shown
 from pat_vllm.layout import Experts, Layout
 from pat_vllm.modelled.gpus import GPUS, NODE_SIZE, gpu_named
 from pat_vllm.modelled.roofline import Machine
-from pat_vllm.models.checkpoint import NamedConfig
+from pat_vllm.models.checkpoint import NamedConfig, NamedDrafter, named_drafter
+from pat_vllm.models.drafter_size import DrafterSize
 from pat_vllm.models.model_size import ModelSize
 from pat_vllm.models.moe_config import MoEConfig
 from pat_vllm.models.quantization import FP8_KV, FP8_ONLINE, Quantized, quantization_of
@@ -31,8 +32,12 @@ if TYPE_CHECKING:
     from pat_vllm.cli.advise import AdviseOptions
 
 _DTYPES = ("quantization", "kv_cache_dtype")
+DRAFTER = "DRAFTER"
+"""Stands for the checkpoint of a drafter that a profile was measured with."""
 DRAFT_LENGTHS = (0, 1, 2, 4, 7)
 """Those that an engine with `num_speculative_tokens` 7 keeps ready."""
+LENGTHS_OF_WEIGHTS = DRAFT_LENGTHS[:-1]
+"""With a drafter with weights: each draft takes a pass, so that fewer are worth it."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,7 @@ class Engines:
         experts: how the experts of a mixture lie in static engines; None: there are none.
         text_only: whether the model has more than text, of which PAT serves the text alone.
         dtypes: vLLM's `quantization` and `kv_cache_dtype` of all engines, as far as they are set.
+        drafter: of all engines; None: n-grams, or no drafts.
     """
 
     title: str
@@ -64,6 +70,7 @@ class Engines:
     experts: Experts | None = None
     text_only: bool = False
     dtypes: Mapping[str, str] = field(default_factory=dict)
+    drafter: NamedDrafter | None = None
 
 
 def profiled_engines(profile: Profile, drafts: bool) -> Engines:
@@ -79,6 +86,10 @@ def profiled_engines(profile: Profile, drafts: bool) -> Engines:
     lengths = {0} | {s.k for s in profile.steps if drafts and s.k in DRAFT_LENGTHS}
     sizes = [layout.tp for layout in profile.layouts]
     experts = profile.key.get("experts") if profile.experts else None
+    drafter = None
+    if profile.drafter_has_weights:
+        method = str(profile.key["speculation"]["method"])
+        drafter = NamedDrafter(method, {}, "" if method == "mtp" else DRAFTER)
     return Engines(
         title=profile.title,
         modelled=profile.kind == "modelled",
@@ -98,6 +109,7 @@ def profiled_engines(profile: Profile, drafts: bool) -> Engines:
         },
         experts="ep" if experts == "ep" else "tp" if profile.experts else None,
         dtypes=_set({name: profile.key.get(name) for name in _DTYPES}),
+        drafter=drafter,
     )
 
 
@@ -127,22 +139,28 @@ def modelled_engines(
     name = gpu_named(options.gpu)
     gpu = GPUS[name]
     _check_ranks(size, model.name, ranks)
-    lengths = DRAFT_LENGTHS if acceptance else (0,)
+    drafter = named_drafter(options.drafter) if options.drafter else None
+    of_drafter = DrafterSize.of(drafter.method, size, drafter.fields) if drafter else None
+    lengths: tuple[int, ...] = (0,)
+    if acceptance:
+        lengths = LENGTHS_OF_WEIGHTS if drafter else DRAFT_LENGTHS
     shape = EngineShape(
         (),
         max_num_seqs=options.max_num_seqs,
         max_model_len=longest,
         gpu_memory_utilization=gpu_memory_utilization,
         num_speculative_tokens=lengths[-1],
+        drafter=of_drafter,
         link=gpu.link,
     )
     of_dtypes = "".join(f", {option}={value}" for option, value in dtypes.items())
-    title = f"{model.name} on {ranks} x {name} ({gpu.link}){of_dtypes}"
+    with_drafter = f", {drafter.method} drafts" if drafter else ""
+    title = f"{model.name} on {ranks} x {name} ({gpu.link}){of_dtypes}{with_drafter}"
     mixture = MoEConfig.from_config(model.fields)
     sizes = [tp for tp in range(1, ranks + 1) if ranks % tp == 0 and size.divides(tp)]
     sizes = [tp for tp in sizes if tp & (tp - 1) == 0 or tp == ranks]
     experts = None if mixture is None else mixture.resolve("auto", sizes)
-    machine = Machine(size, gpu, experts, options.drafting)
+    machine = Machine(size, gpu, experts, options.drafting, of_drafter)
     layouts = [Layout.of(tp, ranks) for tp in sizes]
     static = _static_engines(machine, replace(shape, experts=experts), layouts)
     if not static:
@@ -152,7 +170,14 @@ def modelled_engines(
         )
     load = load_of(first, acceptance)
     choice = choose(
-        model.fields, PATConfig(), shape, ranks, gpu.device, quantized=quantized, load=load
+        model.fields,
+        PATConfig(),
+        shape,
+        ranks,
+        gpu.device,
+        quantized=quantized,
+        drafter=(drafter.method, drafter.fields) if drafter else None,
+        load=load,
     )
     engine = replace(shape, layouts=choice.layouts, experts=choice.experts)
     machine = replace(machine, experts=choice.experts)
@@ -175,6 +200,7 @@ def modelled_engines(
         experts=experts,
         text_only=model.text_only,
         dtypes=dtypes,
+        drafter=drafter,
     )
 
 

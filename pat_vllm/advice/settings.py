@@ -7,11 +7,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from pat_vllm.advice.advice import Advice
+from pat_vllm.advice.engines import DRAFTER, Engines
 from pat_vllm.predictor.draft_schedule import Schedule, ngram_config
 
 CHECKPOINT, STATE_DIR = "CHECKPOINT", "/PATH/state"
 PLACEHOLDERS = {
     CHECKPOINT: "the model's directory, or its name on Hugging Face",
+    DRAFTER: "the drafter's directory, or its name on Hugging Face",
     STATE_DIR: "a directory that the engine may write: what it learns, for the next engine",
 }
 """What a user has to put in place of names in the settings."""
@@ -45,7 +47,7 @@ def settings(
             "distributed_executor_backend": "pat",
             "max_num_seqs": max_num_seqs,
             **engines.dtypes,
-            "speculative_config": ngram_config(longest) if longest else None,
+            "speculative_config": _drafts_up_to(engines, longest) if longest else None,
             "additional_config": {"pat": pat},
         }
         return _forms(model, options, engines=1, mixture=False)
@@ -58,18 +60,23 @@ def settings(
         # As many requests as PAT's replicas of this layout, with which it was computed.
         "max_num_seqs": schedule[-1][1],
         **engines.dtypes,
-        "speculative_config": _drafts(schedule),
+        "speculative_config": _drafts(engines, schedule),
     }
     return _forms(model, options, best.layout.replicas, engines.experts is not None)
 
 
-def _drafts(schedule: Schedule) -> dict[str, Any] | None:
+def _drafts_up_to(engines: Engines, longest: int) -> dict[str, Any]:
+    """`speculative_config` for drafts of up to `longest` tokens."""
+    return engines.drafter.config(longest) if engines.drafter else ngram_config(longest)
+
+
+def _drafts(engines: Engines, schedule: Schedule) -> dict[str, Any] | None:
     """`speculative_config` of static engines."""
     longest = max(k for *_, k in schedule)
     if not longest:
         return None
     table = {"num_speculative_tokens_per_batch_size": [list(entry) for entry in schedule]}
-    return ngram_config(longest) | (table if len(schedule) > 1 else {})
+    return _drafts_up_to(engines, longest) | (table if len(schedule) > 1 else {})
 
 
 def _forms(model: str, options: Mapping[str, Any], engines: int, mixture: bool) -> dict[str, str]:

@@ -90,6 +90,13 @@ class AdviseOptions(Ranged):
     drafting: Annotated[
         float, typer.Option(min=0, max=60, help="Seconds a drafter adds to a step; with --gpu.")
     ] = 0.0
+    drafter: Annotated[
+        str | None,
+        typer.Option(
+            help="With weights, in place of n-grams: mtp, or an EAGLE head's or a draft model's "
+            "directory; with --gpu and --acceptance."
+        ),
+    ] = None
     max_num_seqs: Annotated[
         int, typer.Option(min=1, max=65536, help="Of a GPU, as in vLLM; with --gpu.")
     ] = 256
@@ -133,6 +140,13 @@ def advice_for(
     from pat_vllm.models.checkpoint import named_config
     from pat_vllm.profile import Profile
 
+    if options.drafter is not None:
+        options.refuse_beside("drafter", ("drafting",))
+        if not options.acceptance:
+            raise ValueError(
+                f"--drafter is {options.drafter}: name the share of its first draft tokens that is "
+                "accepted by --acceptance, as vLLM's metrics say it"
+            )
     earlier = earlier_rollouts(options)
     give, acceptance = None, options.acceptance
     if acceptance is None:
@@ -149,8 +163,8 @@ def advice_for(
         model = named_config(options.model, with_defaults)
         engines = modelled_engines(options, model, batches[0], acceptance, longest)
         return advise(engines, batches), give
-    of_engine = ("gpu", "gpus", "drafting", "max_num_seqs", "quantization", "kv_cache_dtype")
-    options.refuse_beside("profile", of_engine)
+    of_engine = ("gpu", "gpus", "drafting", "drafter", "max_num_seqs", "quantization")
+    options.refuse_beside("profile", (*of_engine, "kv_cache_dtype"))
     profile = Profile.load(options.profile)
     if acceptance and not any(step.k for step in profile.steps):
         if give is None:

@@ -38,9 +38,16 @@ class DoctorOptions(Ranged):
         str,
         typer.Option(
             help="Of the random model: dense, large, mixture, linear or latent (attention), window "
-            "or sinks (sliding windows)."
+            "or sinks (sliding windows), mtp (with an MTP module)."
         ),
     ] = "dense"
+    drafter: Annotated[
+        str,
+        typer.Option(
+            help="With weights: mtp, of a random model with an MTP module, or draft_model, the "
+            "random model itself."
+        ),
+    ] = ""
     eager: Annotated[
         bool, typer.Option("--eager", help="Without torch.compile and CUDA graphs.")
     ] = False
@@ -57,7 +64,9 @@ def run_doctor(options: DoctorOptions) -> None:
 
     check_engine(options.engine, options.pat, options.ranks)
     eager = {"enforce_eager": True} if options.eager else {}
-    request = Request(options.ranks, options.shape, {**options.engine, **eager}, options.pat)
+    engine = {**options.engine, **eager}
+    shape = "mtp" if (options.drafter, options.shape) == ("mtp", "dense") else options.shape
+    request = Request(options.ranks, shape, engine, options.pat, options.drafter)
     request.check()
     if (output := options.output_dir) is not None:
         output.mkdir(parents=True, exist_ok=True)

@@ -202,6 +202,14 @@ SHAPES: Mapping[str, Shape] = {
         gain=2.0,
         reloads=False,
     ),
+    # With an MTP module.
+    "mtp": Shape(
+        {
+            "architectures": ["MiMoForCausalLM"],
+            "model_type": "qwen2",
+            "num_nextn_predict_layers": 1,
+        }
+    ),
 }
 
 
@@ -257,6 +265,8 @@ def write_checkpoint(path: Path, config: Mapping[str, Any], like: Weights) -> in
     weights = dict(_random_weights(whole, like))
     if like.repeat:
         _repeat(weights, like, whole.num_hidden_layers)
+    if getattr(whole, "num_nextn_predict_layers", 0):
+        weights |= mtp_module(weights, whole.num_hidden_layers)
     path.mkdir(parents=True, exist_ok=True)
     try:
         save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
@@ -363,3 +373,23 @@ def _repeat(weights: dict[str, torch.Tensor], like: Weights, layers: int) -> Non
     largest = gain * math.sqrt(2 * math.log(vocab))
     head[:, :phrase] = 0
     head[first + (ids[:phrase] + 1) % phrase, ids[:phrase]] = like.repeat * largest * divisor / size
+
+
+def mtp_module(weights: Mapping[str, torch.Tensor], layers: int) -> dict[str, torch.Tensor]:
+    """The weights of an MTP module as MiMo's checkpoints have it, made of the model's last layer.
+
+    It looks at the embedding of the last token, and at little else. So a model that repeats itself
+    accepts some of its drafts.
+    """
+    import torch
+
+    layer = f"model.layers.{layers - 1}."
+    module = {name: 0.9 * w for name, w in weights.items() if name.startswith(layer)}
+    norm = weights["model.norm.weight"]
+    one = torch.eye(len(norm), dtype=norm.dtype)
+    module[f"{layer}input_proj.weight"] = torch.cat([torch.zeros_like(one), one], dim=1)
+    for name in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
+        module[f"{layer}{name}.weight"] = torch.ones_like(norm)
+    for name in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
+        module[layer + name] = module[layer + name] * 0.05
+    return {name.replace(layer, "model.mtp_layers.0."): w for name, w in module.items()}

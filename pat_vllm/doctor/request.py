@@ -28,6 +28,8 @@ _NOT_STOCK = frozenset(
 )
 """Options of the engine with PAT that stock vLLM beside it does not get."""
 
+DRAFTERS = ("mtp", "draft_model")
+"""Drafters with weights that the doctor makes: an MTP module, and the model itself."""
 DTYPES = ("float32", "bfloat16", "float16")
 """Of the random model's weights, and of what an engine computes."""
 
@@ -45,12 +47,14 @@ class Request:
         shape: of the random model in place of the user's, a name in `SHAPES`.
         engine: keyword arguments of `vllm.LLM`; `speculative_config` has drafts tested, too.
         pat: `additional_config["pat"]`.
+        drafter: with weights, one of `DRAFTERS`; "": there is none.
     """
 
     ranks: int
     shape: str = "dense"
     engine: Engine = field(default_factory=dict)
     pat: dict[str, Any] = field(default_factory=dict)
+    drafter: str = ""
 
     def check(self) -> None:
         """Refuse what no engine can be made of.
@@ -61,10 +65,21 @@ class Request:
         PATConfig.parse(self.pat).resolve_layouts(self.ranks)
         if (dtype := self.engine.get("dtype", DTYPES[0])) not in DTYPES:
             raise ValueError(f"--engine: dtype is {shown(dtype)}; allowed: {', '.join(DTYPES)}")
+        if self.drafter:
+            self._check_drafter()
         if shape_named(self.shape).tied and self.engine.get("speculative_config"):
             raise ValueError(
                 f"--engine: speculative_config needs another --shape than {self.shape}"
             )
+
+    def _check_drafter(self) -> None:
+        if self.drafter not in DRAFTERS:
+            allowed = ", ".join(DRAFTERS)
+            raise ValueError(f"--drafter is {shown(self.drafter)}; allowed: {allowed}")
+        if self.engine.get("speculative_config"):
+            raise ValueError("--drafter and speculative_config in --engine exclude each other")
+        if self.drafter == "mtp" and self.shape != "mtp":
+            raise ValueError(f"--drafter mtp needs --shape mtp, not {self.shape}")
 
     def with_pat(self, model: str, on_cpu: bool) -> Engine:
         """The user's engine with a random model.
@@ -92,6 +107,10 @@ class Request:
         pat |= {"base_tp": sizes[0], "layouts": sorted({*sizes})}
         if on_cpu:  # so that weights can be updated, and rows change places as on GPUs
             pat["weights"] = "inplace"
+        if self.drafter:
+            of_target = {"model": model} if self.drafter == "draft_model" else {}
+            drafts = {"method": self.drafter, "num_speculative_tokens": 2, **of_target}
+            engine["speculative_config"] = drafts
         return engine | {
             "model": model,
             "skip_tokenizer_init": True,

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from pat_vllm.files.reading import read_json, read_json_object, shown
 from pat_vllm.models.known_models import MODEL_SHAPES
 from pat_vllm.models.layer_sizes import text_of
-from pat_vllm.models.model_classes import known_class
+from pat_vllm.models.model_classes import class_name, known_class
 from pat_vllm.models.model_rules import ModelFacts, refusal, refused_of
 from pat_vllm.models.quantization import quantization_config
 
@@ -72,6 +72,44 @@ def named_config(model: str, with_defaults: WithDefaults = lambda config: None) 
     if (quantization := quantization_config(config)) is not None:
         fields = {**fields, "quantization_config": quantization}
     return NamedConfig(fields, path.resolve().parent.name, has_more)
+
+
+class NamedDrafter(NamedTuple):
+    """A drafter with weights.
+
+    Attributes:
+        method: vLLM's.
+        fields: of its `config.json`; empty for the target's own MTP module.
+        path: of its checkpoint; "" for that module.
+    """
+
+    method: str
+    fields: Mapping[str, Any]
+    path: str
+
+    def config(self, longest: int) -> dict[str, Any]:
+        """A `speculative_config` of vLLM's for drafts of up to `longest` tokens."""
+        model = {"model": self.path} if self.path else {}
+        return {"method": self.method, **model, "num_speculative_tokens": longest}
+
+
+def named_drafter(drafter: str) -> NamedDrafter:
+    """Find a drafter: "mtp", or the path of an EAGLE head's or a draft model's checkpoint.
+
+    Raises:
+        ValueError: it is none of these, or its file cannot be read.
+    """
+    if drafter == "mtp":
+        return NamedDrafter("mtp", {}, "")
+    if (path := config_file(drafter)) is None:
+        raise ValueError(
+            f"--drafter is {shown(drafter)}; allowed are mtp, of a model with an MTP module, or a "
+            "path of an EAGLE head's or a draft model's checkpoint"
+        )
+    fields = read_json_object(path, "drafter's config")
+    name = class_name(fields).lower()
+    method = "eagle3" if "eagle3" in name else "eagle" if "eagle" in name else "draft_model"
+    return NamedDrafter(method, fields, str(path.parent.resolve()))
 
 
 def _pools(modules: Path) -> bool:

@@ -60,7 +60,7 @@ class ModelClass:
 MODEL_CLASSES = (
     ModelClass(("LlamaForCausalLM",), ("llama",), _KV_HEADS),
     ModelClass(("MistralForCausalLM",), ("mistral",), (*_KV_HEADS, "sliding_window"), windows=True),
-    ModelClass(("Qwen2ForCausalLM",), ("qwen2",), _KV_HEADS),
+    ModelClass(("Qwen2ForCausalLM", "MiMoForCausalLM"), ("qwen2", "mimo"), _KV_HEADS),
     ModelClass(("Qwen2_5_VLForConditionalGeneration",), ("qwen2_5_vl_text",), _KV_HEADS),
     ModelClass(("Qwen3ForCausalLM",), ("qwen3",)),
     ModelClass(("Qwen3VLForConditionalGeneration",), ("qwen3_vl_text",)),

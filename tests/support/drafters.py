@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from pat_vllm.doctor.models import mtp_module
+
 DRAFT_VOCAB = 256
 """Tokens of EAGLE-3's vocabulary, half of the target's, in another order."""
 PHRASE, FIRST = 16, 3
@@ -34,21 +36,10 @@ def _rewrite(
 
 def mimo(path: Path) -> None:
     """Give a Qwen2 model an MTP module, which looks at the embeddings and little else."""
-    import torch
 
     def change(config: dict[str, Any], weights: Weights) -> tuple[dict[str, Any], Weights]:
-        hidden, last = config["hidden_size"], config["num_hidden_layers"] - 1
-        layer = f"model.layers.{last}."
-        module = {name: 0.9 * w for name, w in weights.items() if name.startswith(layer)}
-        ones, zeros = torch.eye(hidden), torch.zeros(hidden, hidden)
-        module |= {f"{layer}input_proj.weight": torch.cat([zeros, ones], dim=1)}
-        for norm in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
-            module[f"{layer}{norm}.weight"] = torch.ones(hidden)
-        for name in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
-            module[layer + name] = module[layer + name] * 0.05
-        named = {name.replace(layer, "model.mtp_layers.0."): w for name, w in module.items()}
         more = {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
-        return config | more, weights | named
+        return config | more, weights | mtp_module(weights, config["num_hidden_layers"])
 
     _rewrite(path, change)
 

@@ -124,6 +124,39 @@ def test_all_engines_that_are_compared_keep_the_same_in_8_bits() -> None:
     assert both.engines.title.endswith("(pcie), quantization=fp8, kv_cache_dtype=fp8")
 
 
+def test_all_engines_that_are_compared_have_the_drafter(tmp_path: Path) -> None:
+    """One layer more of KV and weights, and a pass at every draft length."""
+    options = replace(SMALL, gpus=4, acceptance=0.6)
+    free, mtp = advise(options), advise(replace(options, drafter="mtp"))
+    assert mtp.engines.title.endswith(", mtp drafts") and free.engines.drafter is None
+    for one, other in zip(free.engines.static, mtp.engines.static, strict=True):
+        assert one.layout == other.layout and one.kv_tokens > other.kv_tokens
+    assert all(
+        ours > theirs
+        for each, seconds in free.static.items()
+        for ours, theirs in zip(mtp.static[each], seconds, strict=True)
+        if each.drafts != TABLE
+    )
+    (tmp_path / "config.json").write_text(
+        json.dumps({**MODEL_SHAPES[SMALL.model or ""], "architectures": ["Eagle3LlamaForCausalLM"]})
+    )
+    eagle3 = advise(replace(options, drafter=str(tmp_path)))
+    for advice, config in (
+        (mtp, {"method": "mtp"}),
+        (eagle3, {"method": "eagle3", "model": str(tmp_path)}),
+    ):
+        given = arguments_of(settings(advice, "MODEL", 256)["LLM"])["speculative_config"]
+        assert given.items() >= config.items() and given["num_speculative_tokens"]
+    wrong: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"acceptance": None}, "--drafter is mtp: name the share"),
+        ({"drafting": 1e-3}, "--drafting and --drafter exclude each other"),
+        ({"drafter": "medusa"}, "--drafter is 'medusa'; allowed are mtp"),
+    )
+    for changed, words in wrong:
+        with pytest.raises(ValueError, match=words):
+            advise(replace(options, **{"drafter": "mtp", **changed}))
+
+
 def test_a_measured_engines_dtypes_are_in_its_settings(tmp_path: Path) -> None:
     modelled = modelled_profile("llama-3.1-8b", "H100", 2)
     key = {**modelled.key, "kv_cache_dtype": "fp8_e5m2", "quantization": None}

@@ -38,6 +38,6 @@ EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 
 
 def test_a_shape_that_is_not_there_is_named_with_those_that_are() -> None:
-    allowed = "dense, large, mixture, linear, latent, window, sinks"
+    allowed = "dense, large, mixture, linear, latent, window, sinks, mtp"
     with pytest.raises(ValueError, match=f"--shape 'huge' is not known; allowed: {allowed}"):
         shape_named("huge")

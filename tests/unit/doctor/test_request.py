@@ -100,9 +100,24 @@ def test_some_prompts_are_long() -> None:
             {"shape": "window", "engine": {"speculative_config": {"method": "ngram"}}},
             "speculative_config needs another --shape than window",
         ),
+        ({"drafter": "eagle3"}, "--drafter is 'eagle3'; allowed: mtp, draft_model"),
+        ({"drafter": "mtp"}, "--drafter mtp needs --shape mtp, not dense"),
+        (
+            {"drafter": "draft_model", "engine": {"speculative_config": {"method": "ngram"}}},
+            "--drafter and speculative_config in --engine exclude each other",
+        ),
     ],
 )
 def test_what_no_engine_can_be_made_of_is_refused(given: dict[str, Any], words: str) -> None:
     Request(2).check()
     with pytest.raises(ValueError, match=words):
         Request(2, **given).check()
+
+
+def test_drafters_with_weights() -> None:
+    mtp = Request(2, "mtp", drafter="mtp")
+    mtp.check()
+    drafts = mtp.with_pat("MODEL", on_cpu=False)["speculative_config"]
+    assert drafts == {"method": "mtp", "num_speculative_tokens": 2}
+    of_target = Request(2, drafter="draft_model").with_pat("MODEL", on_cpu=False)
+    assert of_target["speculative_config"] == {**drafts, "method": "draft_model", "model": "MODEL"}
