@@ -181,7 +181,7 @@ def _choose_layouts(vllm_config: VllmConfig, options: PATConfig) -> None:
             model.quantization,
             vllm_config.cache_config.cache_dtype,
         ),
-        drafter=_drafter(vllm_config.speculative_config),
+        drafter=drafter_of(vllm_config.speculative_config),
         load=expected_load(options, shape, ranks),
     )
     found = "; ".join(filter(None, (pinned + choice.found, choice.warning)))
@@ -192,7 +192,7 @@ def _choose_layouts(vllm_config: VllmConfig, options: PATConfig) -> None:
         logger.warning("PAT: %s", choice.warning)
 
 
-def _drafter(speculative: SpeculativeConfig | None) -> tuple[str, dict[str, Any]] | None:
+def drafter_of(speculative: SpeculativeConfig | None) -> tuple[str, dict[str, Any]] | None:
     """The method of a drafter with weights, and the fields of its config."""
     if speculative is None or not has_weights(speculative):
         return None

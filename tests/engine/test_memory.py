@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +16,28 @@ import pytest
 import pat_vllm
 from pat_vllm.kv_transfer.plan import ROUNDS
 from pat_vllm.modelled.gpus import Device
+from pat_vllm.models.drafter_size import DrafterSize, with_kv_of
 from pat_vllm.models.model_size import ModelSize
 from pat_vllm.models.quantization import Quantized
 from pat_vllm.start.buffers import EngineShape, all_buffers
 from pat_vllm.start.memory_estimate import estimate, staged_share
+from pat_vllm.start.prepare import drafter_of
 from pat_vllm.start.setup import Setup
 from tests.engine.specs import COPIES, FOUR_RANKS, IN_PLACE, LATENT, UPDATES
 from tests.support.pool import EngineSpec
 
 # With Model Runner V2 the shared engines are so small that much would be within the tolerance.
+LARGE: dict[str, Any] = UPDATES | {
+    "max_num_seqs": 48,
+    "max_num_batched_tokens": 1536,
+    "max_model_len": 1024,
+}
 LARGE_V2 = EngineSpec(
-    "large V2",
-    "qwen3",
+    "large V2, MTP",
+    "mimo",
     2,
     IN_PLACE,
-    UPDATES | {"max_num_seqs": 48, "max_num_batched_tokens": 1536, "max_model_len": 1024},
+    LARGE | {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}},
     model_runner_v2=True,
 )
 
@@ -49,13 +57,14 @@ def allocated(worker: Any) -> dict[str, Any]:
     seen: set[int] = {worker._buffer.buffer.untyped_storage().data_ptr()}
     weights, runners, largest = [], [], []
     for runtime in worker._runtimes.values():
-        model = runtime.runner.get_model()
-        weights.append(sum(_new([*model.parameters(), *model.buffers()], seen).values()))
+        models = [runtime.runner.get_model(), getattr(runtime.runner, "get_draft_model", list)()]
+        tensors = [t for each in models if each for t in (*each.parameters(), *each.buffers())]
+        weights.append(sum(_new(tensors, seen).values()))
     for runtime in worker._runtimes.values():
-        tensors = dict(_tensors(runtime.runner))
-        new = _new(tensors.values(), seen)
+        named = dict(_tensors(runtime.runner))
+        new = _new(named.values(), seen)
         runners.append(sum(new.values()))
-        names = {tensor.untyped_storage().data_ptr(): name for name, tensor in tensors.items()}
+        names = {tensor.untyped_storage().data_ptr(): name for name, tensor in named.items()}
         by_size = sorted(new, key=lambda at: -new[at])
         largest.append({names[at]: new[at] for at in by_size})
     return {
@@ -155,7 +164,10 @@ def arithmetic_of(llm: Any) -> tuple[ModelSize, EngineShape]:
         num_speculative_tokens=speculative.num_speculative_tokens if speculative else 0,
     )
     quantized = Quantized.of(model, kv_cache_dtype=config.cache_config.cache_dtype)
-    return ModelSize.of(model, dtype_bytes=4, quantized=quantized), engine
+    size = ModelSize.of(model, dtype_bytes=4, quantized=quantized)
+    if (drafter := drafter_of(speculative)) is not None:
+        engine = replace(engine, drafter=DrafterSize.of(drafter[0], size, drafter[1]))
+    return size, engine
 
 
 def check_allocated(llm: Any) -> None:
@@ -164,13 +176,13 @@ def check_allocated(llm: Any) -> None:
     Ranks that share memory stage what is sent: a layer, when all of it moves.
     """
     model, engine = arithmetic_of(llm)
-    memory = estimate(model, engine, Device(0))
+    memory, of_kv = estimate(model, engine, Device(0)), with_kv_of(model, engine.drafter)
     buffers = [sum(buffer.on_cpu for buffer in own) for own in all_buffers(model, engine)]
-    share = staged_share(engine.layouts, model.kv_heads, model.layers)
+    share = staged_share(engine.layouts, model.kv_heads, of_kv.layers)
     ranks = llm.collective_rpc(allocated)
     # Of a state that is whole on every rank, one replica's has room in the widest layout.
     staged = max(rank["staged"] for rank in ranks)
-    assert staged == pytest.approx(memory.kv * (share - 2 / ROUNDS / model.layers), rel=EXACT)
+    assert staged == pytest.approx(memory.kv * (share - 2 / ROUNDS / of_kv.layers), rel=EXACT)
     for rank in ranks:
         assert sum(rank["weights"]) == pytest.approx(memory.weights, rel=TOLERANCE)
         held = [bool(size) for size in rank["weights"]]
@@ -178,7 +190,7 @@ def check_allocated(llm: Any) -> None:
         assert rank["kv"] == pytest.approx(memory.kv, rel=EXACT)
         for layout, blocks in zip(engine.layouts, rank["blocks"], strict=True):
             tokens = blocks * engine.block_size
-            assert rank["kv"] == tokens * model.kv_bytes_per_token(layout.tp)
+            assert rank["kv"] == tokens * of_kv.kv_bytes_per_token(layout.tp)
             assert tokens == pytest.approx(memory.kv_tokens[layout.tp], rel=EXACT)
         assert rank["staged"] in (staged, 0)
         for size, expected, largest in zip(rank["runners"], buffers, rank["largest"], strict=True):

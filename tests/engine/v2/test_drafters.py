@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 
 import pat_vllm
+from pat_vllm.predictor.adaptive import AdaptivePolicy
+from pat_vllm.profile import Profile
 from pat_vllm.scheduler.replica import Replica
 from tests.engine.specs import EAGLE3, MTP, SELF_DRAFTS, V2_CHUNK
 from tests.engine.v2.batch import most_tokens, sizes_of, tour
-from tests.support.engines import Job, Outcome, run
+from tests.support.engines import Job, Outcome, run, scheduler_of
 from tests.support.models import phrase, random_model
 from tests.support.pool import EngineSpec, go_home
 from tests.support.same import PLAIN_TOLERANCE, assert_same
@@ -30,6 +32,7 @@ ENGINES = {
     "test_all_drafts_are_right_when_the_draft_length_has_been_0": [SELF_DRAFTS],
     "test_drafts_are_right_after_an_update_of_both": [SELF_DRAFTS],
     "test_text_is_that_without_drafts": [MTP, EAGLE3],
+    "test_drafts_are_planned_by_a_profile_with_their_passes": [MTP],
 }
 GREEDY = {"temperature": 0.0, "logprobs": 0, "ignore_eos": True}
 
@@ -171,3 +174,26 @@ def test_text_is_that_without_drafts(llm: Any, spec: EngineSpec) -> None:
         drafted, accepted = seen.take()
     assert_same(outcomes, without_drafts(spec.model), PLAIN_TOLERANCE)
     assert 0.1 * drafted < accepted < drafted, (drafted, accepted)
+
+
+def test_drafts_are_planned_by_a_profile_with_their_passes(
+    llm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It measures every layout with each length that tells; the policy tries more than one."""
+    go_home(llm)
+    (asked,) = llm.collective_rpc("pat_profile", kwargs={"seconds": 2.0})
+    profile = Profile.model_validate(asked["profile"])
+    assert profile.drafter_has_weights
+    with_drafts = [step for step in profile.steps if step.k]
+    assert {step.layout for step in with_drafts} == {*profile.layouts}
+    assert all(step.drafts == step.k * step.batch for step in with_drafts)
+    lengths = (0, 1, 2)
+    policy = AdaptivePolicy(profile, bound=256, draft_lengths=lengths, timer=lambda: 0.0)
+    monkeypatch.setattr(scheduler_of(llm).monitor, "policy", policy)
+    scheduler_of(llm).controller._forced = False
+    outcomes = run(llm, batch("mimo"))
+    assert_same(outcomes, without_drafts("mimo"), PLAIN_TOLERANCE)
+    report = pat_vllm.report(llm).predictor
+    assert report is not None and report.plans and policy._acceptance is not None
+    expected = policy._acceptance.expected()
+    assert expected.tokens[-1] > expected.tokens[0] == 1, "what was accepted is learnt"

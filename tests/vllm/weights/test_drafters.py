@@ -22,6 +22,10 @@ from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneAR
 
 from pat_vllm.executor.messages import Refreshed
 from pat_vllm.layout import Layout
+from pat_vllm.models.drafter_size import DrafterSize
+from pat_vllm.models.layer_sizes import fields_of
+from pat_vllm.models.model_size import ModelSize
+from pat_vllm.start.prepare import drafter_of
 from pat_vllm.start.setup import Setup
 from pat_vllm.weights.drafter import Drafter
 from pat_vllm.weights.model_weights import model_weights
@@ -162,6 +166,20 @@ def test_in_every_layout(method: str, rank: int) -> None:
     base.drafter.load_weights(case.checkpoint("drafter").items())
     assert weights.refresh(two) is Refreshed.DONE and not weights.drafter_is_stale
     walk(after)
+
+
+@pytest.mark.parametrize("method", CASES)
+def test_weights_take_what_is_computed(method: str) -> None:
+    """But norms, biases and tables of ids."""
+    config = Case(method).config()
+    assert config.model_config is not None
+    found = drafter_of(config.speculative_config)
+    assert found is not None and found[0] == method
+    target = ModelSize.of(fields_of(config.model_config.hf_text_config), dtype_bytes=4)
+    size = DrafterSize.of(method, target, found[1])
+    for layout, models in stock(config, rank=0).items():
+        taken = sum(parameter.nbytes for parameter in models.own.parameters())
+        assert taken == pytest.approx(size.weight_bytes(layout.tp), rel=0.03)
 
 
 def shared(models: Models) -> set[str]:
