@@ -39,8 +39,9 @@ def looks_into_responses(method: str, use_v2: bool) -> bool:
     """Whether drafts come from earlier responses, too.
 
     With "ngram_gpu" on Model Runner V1 vLLM's own drafter runs, which looks at the request alone.
+    Beside a drafter with weights, text drafts for the requests of which more was accepted then.
     """
-    return method in OF_TEXT and (use_v2 or method == "ngram")
+    return is_served(method, use_v2) and (use_v2 or method == "ngram")
 
 
 def reads_ahead(speculative: Any) -> bool:
@@ -57,4 +58,4 @@ def is_measured(method: str, use_v2: bool) -> bool:
     With "ngram_gpu" on Model Runner V1 they cannot: that runner drops, before a step, drafts that
     it did not find itself.
     """
-    return is_served(method, use_v2) and (use_v2 or method != "ngram_gpu")
+    return looks_into_responses(method, use_v2)

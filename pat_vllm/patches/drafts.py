@@ -74,6 +74,30 @@ def use_drafter(runner: RunnerV1 | RunnerV2, drafter: Any) -> None:
     setattr(runner, "speculator" if is_v2(runner) else "drafter", drafter)
 
 
+def draft_beside(runner: RunnerV2, propose: Callable[[Any], Callable[..., Any]]) -> None:
+    """Have a runner with a drafter of weights propose by `propose`, which is given vLLM's own.
+
+    Without it: a drafter with weights is the only one. Missing seam: vLLM has one drafter.
+    """
+    replace(runner.speculator, "propose", propose)
+
+
+def tokens_on_device() -> AbstractContextManager[None]:
+    """Inside, make Model Runners V2 that keep the tokens of their requests on the device.
+
+    Without it: vLLM does so for n-gram drafts alone. Text that is looked up beside another drafter
+    would be read over the bus. Missing seam: the runner takes no option for it.
+    """
+    import vllm.v1.worker.gpu.model_runner as model_runner
+
+    states = model_runner.RequestState
+
+    def make(*args: Any, **options: Any) -> Any:
+        return states(*args, **{**options, "use_dense_all_token_ids": True})
+
+    return replaced(model_runner, "RequestState", make)
+
+
 def skip_empty_drafts(runner: RunnerV1 | RunnerV2) -> None:
     """Have a runner with an n-gram drafter make a step of draft length 0 as without a drafter.
 

@@ -105,11 +105,13 @@ def runner_buffers(model: ModelSize, engine: EngineShape, layout: Layout) -> lis
     token_ids = 4 * seqs * engine.max_model_len
     table = 4 * seqs * -(-engine.max_model_len // engine.block_size)
     small = _TOKEN_BYTES * tokens
+    # Beside one with weights they look only if they may look into earlier responses, too.
+    searched = drafts and (engine.drafter is None or engine.pat.draft_history_bytes)
     if engine.runner == "V2":
         mask = -(-model.vocab // 32)
         buffers = [
-            # Token ids, which a drafter reads on the device.
-            Buffer(token_ids if drafts else 0, 0 if drafts else token_ids, shared=True),
+            # Token ids, in which drafters of text look on the device.
+            Buffer(token_ids if searched else 0, 0 if searched else token_ids, shared=True),
             # Penalties: a counter and a bit for each token of the vocabulary.
             Buffer(4 * seqs * (model.vocab + mask), shared=True),
             # The bitmask of grammars.
@@ -120,10 +122,9 @@ def runner_buffers(model: ModelSize, engine: EngineShape, layout: Layout) -> lis
         ]
     else:
         embeddings = tokens * model.hidden * model.dtype_bytes
-        searched = token_ids if drafts else 0
         buffers = [
             Buffer(embeddings, embeddings, shared=True),
-            Buffer(searched, shared=True),
+            Buffer(token_ids if drafts else 0, shared=True),
             Buffer(table, table),
             Buffer(small, small, pageable=5 * token_ids // 4),
         ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,9 +33,9 @@ from pat_vllm.kv_transfer.exchange import Exchange
 from pat_vllm.kv_transfer.kv_buffer import SharedKVBuffer
 from pat_vllm.kv_transfer.plan import BlockMove
 from pat_vllm.layout import Layout, device_of
-from pat_vllm.models.drafters import reads_ahead
+from pat_vllm.models.drafters import has_weights, reads_ahead
 from pat_vllm.patches.dead_engine import let_others_remove_rings
-from pat_vllm.patches.drafts import prepare_drafter
+from pat_vllm.patches.drafts import prepare_drafter, tokens_on_device
 from pat_vllm.patches.groups import destroy_tp_groups, install_tp_group, probe_p2p_between
 from pat_vllm.patches.linear_attention import end_prompts_parts_with_blocks
 from pat_vllm.patches.runners import attention_workspace, buffers_of, use_attention_workspace
@@ -125,7 +125,11 @@ class PATWorkerMixin(WeightUpdatesMixin, _Base):
         # Runners share buffers of the one with most rows, so that is made first.
         for runtime in (by_size := largest_first(self._runtimes.values())):
             install_tp_group(runtime.group)
-            with set_current_vllm_config(runtime.config), buffers_of(by_size[0].runner):
+            with (
+                set_current_vllm_config(runtime.config),
+                buffers_of(by_size[0].runner),
+                self._tokens_of_requests(),
+            ):
                 runtime.runner = self._make_runner(runtime.config)
             if self._setup.history_bytes:
                 install_drafter(runtime.runner, self._shelf)
@@ -143,6 +147,11 @@ class PATWorkerMixin(WeightUpdatesMixin, _Base):
         layout = Layout.of(tp, ranks)
         group = layout.ranks_of(layout.replica_of(self.rank))
         return [device_of(rank, ranks) for rank in group]
+
+    def _tokens_of_requests(self) -> AbstractContextManager[None]:
+        """Inside, runners keep the tokens of requests where drafters look for them."""
+        looks = has_weights(self.vllm_config.speculative_config) and self._setup.history_bytes
+        return tokens_on_device() if looks else nullcontext()
 
     def _make_runner(self, config: VllmConfig) -> ModelRunner:
         """vLLM's model runner for this platform and config."""

@@ -217,20 +217,21 @@ V2_NGRAM: dict[str, Any] = {
     "prompt_lookup_min": 2,
     "prompt_lookup_max": 3,
 }
-# Drafters with weights. What the model itself drafts is right, as long as its KV is whole.
+# Drafters with weights. What the model itself drafts is right, as long as its KV is whole. Beside
+# MTP, text drafts for some requests.
 SELF_DRAFTS, MTP, EAGLE3 = (
     EngineSpec(
         f"V2 {method}",
         model,
         2,
-        IN_PLACE,
+        IN_PLACE | {"draft_history_bytes": history},
         V2_OPTIONS | {"max_num_seqs": 8, "speculative_config": {"method": method, **drafter}},
         model_runner_v2=True,
     )
-    for method, model, drafter in (
-        ("draft_model", "qwen3", {"model": "qwen3", "num_speculative_tokens": 2}),
-        ("mtp", "mimo", {"num_speculative_tokens": 2}),
-        ("eagle3", "repeating", {"model": "eagle3", "num_speculative_tokens": 2}),
+    for method, model, drafter, history in (
+        ("draft_model", "qwen3", {"model": "qwen3", "num_speculative_tokens": 2}, 0),
+        ("mtp", "mimo", {"num_speculative_tokens": 2}, 1 << 20),
+        ("eagle3", "repeating", {"model": "eagle3", "num_speculative_tokens": 2}, 0),
     )
 )
 V2_DRAFTS = EngineSpec(

@@ -45,7 +45,7 @@ pytestmark = pytest.mark.engine(*PLAIN, FP8, FP8_MIXTURE)
 
 ENGINES = {
     "test_storm_of_trajectories": PLAIN,
-    "test_the_next_turn_finds_its_kv_after_a_switch": PLAIN,
+    "test_the_next_turn_finds_its_kv_after_a_switch": [MIXTURE, FEW_KV_HEADS, WINDOWS, LATENT],
     "test_recomputing_gives_the_same": [MIXTURE, WINDOWS, LATENT],
     "test_teacher_forced_log_probabilities_after_a_switch": [FEW_KV_HEADS, WINDOWS, LATENT],
     "test_null_blocks_are_clear_after_a_switch": [FOUR_RANKS, WINDOWS, LATENT],

@@ -28,6 +28,7 @@ from tests.engine.test_switch import (  # noqa: F401
     test_single_layouts_agree_and_differ_by_request,
     test_teacher_forced_log_probabilities_after_a_switch,
     test_the_layouts_take_the_memory_of_one,
+    test_the_next_turn_finds_its_kv_after_a_switch,
     test_what_moves_is_what_requests_hold,
 )
 from tests.support.pool import EngineSpec
@@ -116,5 +117,6 @@ pytestmark = pytest.mark.engine(*IN_PLACE_ENGINES, COPIES, *COPIED_MIXTURES)
 ENGINES = {
     "test_the_layouts_take_the_memory_of_one": IN_PLACE_ENGINES,
     "test_one_group_is_a_stock_engine": [GROUPED],
+    "test_the_next_turn_finds_its_kv_after_a_switch": [SPREAD_MIXTURE, FOUR_RANKS, COPIES],
     "test_what_moves_is_what_requests_hold": WINDOWS,
 }

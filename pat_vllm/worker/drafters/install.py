@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pat_vllm.patches.drafts import use_drafter
+from pat_vllm.models.drafters import has_weights
+from pat_vllm.patches.drafts import draft_beside, use_drafter
 from pat_vllm.patches.runners import is_v2
 
 if TYPE_CHECKING:
@@ -19,21 +20,28 @@ if TYPE_CHECKING:
 
 def forget_texts(runner: RunnerV2) -> None:
     """Have a runner whose requests have left give back the memory of their earlier responses."""
-    if (forget := getattr(runner.speculator, "forget", None)) is not None:
-        forget()
+    if (texts := getattr(runner, "pat_texts", None)) is not None:
+        texts.forget()
 
 
 def install_drafter(runner: Any, shelf: Shelf) -> None:
-    """Give a model runner the drafter that looks into `shelf`.
+    """Give a model runner the drafter that looks into `shelf`, or have it look there, too.
 
     The drafters are imported here: vLLM's CPU worker, when it starts, looks at what all modules
     have, and what numba has it cannot look at.
     """
-    if is_v2(runner):
-        from pat_vllm.worker.drafters.speculator import SuffixSpeculator
-
-        use_drafter(runner, SuffixSpeculator(runner, shelf))
-    else:
+    if not is_v2(runner):
         from pat_vllm.worker.drafters.proposer import SuffixProposer
 
         use_drafter(runner, SuffixProposer(runner, shelf))
+    elif has_weights(runner.speculative_config):
+        from pat_vllm.worker.drafters.beside_weights import TextBesideWeights
+
+        runner.pat_texts = beside = TextBesideWeights(runner, shelf)
+        draft_beside(runner, beside.propose)
+    else:
+        from pat_vllm.worker.drafters.speculator import SuffixSpeculator
+
+        speculator = SuffixSpeculator(runner, shelf)
+        runner.pat_texts = speculator.matches
+        use_drafter(runner, speculator)

@@ -33,13 +33,14 @@ ENGINES = {
     "test_drafts_are_right_after_an_update_of_both": [SELF_DRAFTS],
     "test_text_is_that_without_drafts": [MTP, EAGLE3],
     "test_drafts_are_planned_by_a_profile_with_their_passes": [MTP],
+    "test_earlier_responses_draft_where_more_of_them_is_accepted": [MTP],
 }
 GREEDY = {"temperature": 0.0, "logprobs": 0, "ignore_eos": True}
 
 
-def batch(model: str, tokens: int = 20) -> dict[str, Job]:
+def batch(model: str, tokens: int = 20, seed: int = 4) -> dict[str, Job]:
     """Greedy requests. The last comes late, and finds the first one's prompt in the cache."""
-    rng = random.Random(4)
+    rng = random.Random(seed)
     prompts = [[rng.randrange(3, 400) for _ in range(n)] for n in (2 * V2_CHUNK + 7, 5, 40)]
     if "repeating" in model or model == "mimo":
         prompts[1] += phrase("repeating", 20, start=1)
@@ -50,12 +51,12 @@ def batch(model: str, tokens: int = 20) -> dict[str, Job]:
     return jobs
 
 
-def without_drafts(model: str) -> dict[str, Outcome]:
+def without_drafts(model: str, seed: int = 4) -> dict[str, Outcome]:
     """What stock vLLM gives for the batch without speculation."""
     with pytest.MonkeyPatch.context() as patch:
         # This process has no interpreter of Triton's, and runs a stock engine's only rank.
         patch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
-        return stock_answers(model, batch(model), max_model_len=256)
+        return stock_answers(model, batch(model, seed=seed), max_model_len=256)
 
 
 class Verified:
@@ -89,7 +90,7 @@ def verified() -> Iterator[Verified]:
 
 
 def take_tour(
-    llm: Any, model: str, at_switch: Callable[[], object] = lambda: None
+    llm: Any, model: str, at_switch: Callable[[], object] = lambda: None, seed: int = 4
 ) -> dict[str, Outcome]:
     """Run the batch through every ordered pair of layouts."""
     go_home(llm)
@@ -102,7 +103,7 @@ def take_tour(
             at_switch()
             assert pat_vllm.switch(llm, tp=left.pop(0))
 
-    outcomes = run(llm, batch(model), before_step)
+    outcomes = run(llm, batch(model, seed=seed), before_step)
     assert not left, "the requests ended before the tour"
     switches = pat_vllm.report(llm).switches
     assert any(switch.migrated for switch in switches)
@@ -197,3 +198,15 @@ def test_drafts_are_planned_by_a_profile_with_their_passes(
     assert report is not None and report.plans and policy._acceptance is not None
     expected = policy._acceptance.expected()
     assert expected.tokens[-1] > expected.tokens[0] == 1, "what was accepted is learnt"
+
+
+def test_earlier_responses_draft_where_more_of_them_is_accepted(llm: Any) -> None:
+    """Of prompts that come again. It is so across switches, and with the same text."""
+    shares = []
+    for _ in range(2):
+        with verified() as seen:
+            outcomes = take_tour(llm, "mimo", seed=5)
+            drafted, accepted = seen.take()
+        assert_same(outcomes, without_drafts("mimo", seed=5), PLAIN_TOLERANCE)
+        shares.append(accepted / drafted)
+    assert shares[1] > shares[0] + 0.1, shares
