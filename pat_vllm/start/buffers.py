@@ -129,9 +129,9 @@ def runner_buffers(model: ModelSize, engine: EngineShape, layout: Layout) -> lis
             Buffer(small, small, pageable=5 * token_ids // 4),
         ]
     if engine.drafter is not None:
-        # The hidden states that it begins with.
+        # The hidden states that it begins with, and for each an id and a position.
         width = engine.drafter.model.hidden
-        buffers.append(Buffer(tokens * width * model.dtype_bytes))
+        buffers.append(Buffer(tokens * (width * model.dtype_bytes + 4 + 8)))
     if engine.attention == "FLASHINFER":
         elements = tokens * (model.heads // layout.tp) * model.head_dim
         workspace = max(FLASHINFER_WORKSPACE, elements * _FLASHINFER_BYTES_PER_ELEMENT)
