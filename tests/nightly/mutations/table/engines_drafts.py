@@ -51,7 +51,12 @@ MUTATIONS = mutations({
         ("new prompts' acceptance holds for repeated ones", "predictor.acceptance:AcceptanceByPrompt.observe", "self.of_repeated if repeated else self.of_new", "self.of_new"),
         ("the share of repeated prompts is that of the first", "predictor.acceptance:AcceptanceByPrompt.arrived", "self._share = self._arrived[1] / sum(self._arrived)", "self._share = self._share or self._arrived[1]"),
     ],
+    "tests/vllm/worker/test_draft_sources.py": [
+        ("text drafts wherever it matches", "worker.drafters.sources:DraftSources.choose", "(match > 0) & (accepted[:, 1] >= accepted[:, 0])", "match > 0"),
+        ("a state keeps what another request taught", "worker.drafters.sources:DraftSources.begin", "self._request_of[state] != request_id", "not self._request_of[state]"),
+    ],
     "tests/engine/v2/test_drafters.py": [
+        ("text does not draft beside weights", "worker.drafters.beside_weights:TextBesideWeights.propose", "drafts.copy_(torch.where(takes_text[:, None], of_text, drafts))", "pass"),
         ("trainers find no drafter", "patches.drafts:prepare_drafter", "name_drafter(runner)", "pass"),
     ],
     "tests/engine/speculation/test_walks.py": [

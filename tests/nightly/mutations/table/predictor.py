@@ -40,6 +40,7 @@ MUTATIONS = mutations({
         ("prescribed lengths teach", "predictor.length_model:LengthModel.observe_running", "~live.exact & ", ""),
     ],
     "tests/unit/predictor/test_step_base.py": [
+        ("a drafter's passes are one search", "predictor.steps.step_base:_runs", "return k if has_passes", "return k > 0 if has_passes"),
         ("verifying drafts takes no time", "predictor.steps.step_base:StepBase.extra", "drafts * (self.drafts + others", "drafts * 0 * (self.drafts + others"),
     ],
     "tests/unit/weights/test_shards.py": [
