@@ -17,6 +17,16 @@ ROOT = FOLDER.parents[2]
 _PRELOADED = ("vllm.v1.worker.cpu.model_runner",)
 
 
+def variables() -> dict[str, str]:
+    """The environment of processes with Model Runner V2, beside this one's."""
+    path = [str(FOLDER), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    return {
+        "VLLM_USE_V2_MODEL_RUNNER": "1",
+        "TRITON_INTERPRET": "1",
+        "PYTHONPATH": os.pathsep.join(path),
+    }
+
+
 @contextlib.contextmanager
 def model_runner_v2() -> Iterator[None]:
     """Inside, the engines of `tests.support.engines` use Model Runner V2.
@@ -24,11 +34,9 @@ def model_runner_v2() -> Iterator[None]:
     Their workers have Triton's interpreter (`sitecustomize.py`). This process has none, whose
     vLLM was imported without; it is told only not to ask for it.
     """
-    path = [str(FOLDER), str(ROOT), os.environ.get("PYTHONPATH", "")]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-        patch.setenv("TRITON_INTERPRET", "1")
-        patch.setenv("PYTHONPATH", os.pathsep.join(path))
+        for name, value in variables().items():
+            patch.setenv(name, value)
         with another_server(_PRELOADED):
             # Beside the server, which imports it, too.
             import vllm.config.vllm as config
