@@ -83,7 +83,6 @@ REASONS = {
     "lora_rank": "LoRA, not merged",
     "enable_rollout_routing_replay": "routing replay",
     "enable_return_routed_experts": "routing replay",
-    "enable_rollout": "drafter",
     "method": "drafter",
     "speculative_config": "drafter",
     "quantization=modelopt_mxfp8": "MXFP8",

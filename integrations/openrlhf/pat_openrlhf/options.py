@@ -132,9 +132,7 @@ def parse_speculation(text: str | None) -> dict[str, Any] | None:
     allowed = ("method", "num_speculative_tokens", "and others of vLLM's")
     config = _object("vllm.speculative_config", text, _NGRAMS, allowed)
     if instead := instead_of(method := config.get("method")):
-        raise ValueError(
-            f"--vllm.speculative_config {text!r} has the method {method!r}; {instead}"
-        )
+        raise ValueError(f"--vllm.speculative_config {text!r} has the method {method!r}; {instead}")
     return config
 
 

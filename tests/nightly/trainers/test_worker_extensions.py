@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -45,8 +46,12 @@ def by_prime_rl(llm: Any, model: str) -> None:
     core.resume_scheduler()
 
 
-def by_skyrl(llm: Any, model: str) -> None:
-    """SkyRL's control plane makes these calls by vLLM's routes."""
+def by_skyrl(llm: Any, model: str, drafter: str = "") -> None:
+    """SkyRL's control plane makes these calls by vLLM's routes.
+
+    Args:
+        drafter: the model whose MTP module it sends after that, with embeddings and head.
+    """
     core = llm.llm_engine.engine_core.engine_core
     trainer = trainer_of(llm)
     core.pause_scheduler("keep", clear_cache=False)
@@ -54,7 +59,15 @@ def by_skyrl(llm: Any, model: str) -> None:
     for part in halves(model):
         trainer.send(part)
     llm.finish_weight_update()
+    if drafter:
+        llm.start_draft_weight_update()
+        for part in halves(drafter):
+            trainer.send([weight for weight in part if OF_MTP.search(weight[0])])
+        llm.finish_weight_update()
     core.resume_scheduler()
+
+
+OF_MTP = re.compile("mtp|embed_tokens|lm_head")
 
 
 def by_nemo_rl(llm: Any, model: str, drafter: str = "") -> None:
