@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.support.drafters import mimo
 from tests.support.models import cache_dir
 from tests.support.random_models import kept_model
 
@@ -114,13 +115,26 @@ _EOS = {"deepseek_v3": "<\uff5cend\u2581of\u2581sentence\uff5c>"}
 """Which verl looks for in tokenizers of the class."""
 
 
-def _chat(name: str, sizes: dict[str, Any], ends: Sequence[int], eos: str = "<eos>") -> Path:
-    """A model whose responses end with any of these tokens, too."""
+def mtp_chat() -> Path:
+    """A model for the GRPO example with an MTP module, of whose drafts some are accepted."""
+    sizes = _SHAPE | _OF_ARCH["qwen2"] | {"arch": "qwen2", "repeat": 1.35}
+    return _chat("mtp", sizes, range(VOCAB - END_TOKENS + 1, VOCAB), finish=mimo)
+
+
+def _chat(
+    name: str,
+    sizes: dict[str, Any],
+    ends: Sequence[int],
+    eos: str = "<eos>",
+    finish: Callable[[Path], object] = lambda model: None,
+) -> Path:
+    """A model whose responses end with any of these tokens, too. `finish`: as of `few_tokens`."""
 
     def with_ends(model: Path) -> None:
         config = json.dumps({"eos_token_id": [1, *ends]})
         (model / "generation_config.json").write_text(config)
         for file in model.glob("*token*"):
             file.write_text(file.read_text().replace("<eos>", eos))
+        finish(model)
 
     return kept_model(cache_dir(), f"verl-{name}-chat-{len(ends)}", sizes, with_ends)

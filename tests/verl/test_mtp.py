@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("verl")
 
 from tests.support.drafters import mimo
-from tests.support.v2_on_cpu import v2_on_cpu
+from tests.support.v2_on_cpu.v2_on_cpu import VARIABLES
 from tests.verl.models import few_tokens
 from tests.verl.reference import Reference
 from tests.verl.servers import Server, server
@@ -36,7 +36,7 @@ def test_a_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
     Outputs are compared with transformers, which does not know the module. An actor without one
     pushes no weights of it: drafts are no better then, and the report says why.
     """
-    for name, value in v2_on_cpu.variables().items():
+    for name, value in VARIABLES.items():
         monkeypatch.setenv(name, value)
     without = model(0, finish=None)
     with server(model(0), *IN_PLACE, of_model=MTP, load_format="dummy") as pat:

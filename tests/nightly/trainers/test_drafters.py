@@ -64,7 +64,7 @@ def test_updates(case: str) -> None:
     model = updates[-1][0].removesuffix("_updated")
     update: Any = EXTENSIONS[extension][1]
     options = options_of(extension, model, drafts)
-    shares = []
+    shares: list[float] = []
     with model_runner_v2(), engine(model, 2, PAT, **options) as llm:
         for target, drafter in updates:
             update(llm, target, drafter)

@@ -17,14 +17,8 @@ ROOT = FOLDER.parents[2]
 _PRELOADED = ("vllm.v1.worker.cpu.model_runner",)
 
 
-def variables() -> dict[str, str]:
-    """The environment of processes with Model Runner V2, beside this one's."""
-    path = [str(FOLDER), str(ROOT), os.environ.get("PYTHONPATH", "")]
-    return {
-        "VLLM_USE_V2_MODEL_RUNNER": "1",
-        "TRITON_INTERPRET": "1",
-        "PYTHONPATH": os.pathsep.join(path),
-    }
+VARIABLES = {"VLLM_USE_V2_MODEL_RUNNER": "1", "TRITON_INTERPRET": "1"}
+"""Of processes that have this folder, or `plain_weights`, on PYTHONPATH."""
 
 
 @contextlib.contextmanager
@@ -34,8 +28,9 @@ def model_runner_v2() -> Iterator[None]:
     Their workers have Triton's interpreter (`sitecustomize.py`). This process has none, whose
     vLLM was imported without; it is told only not to ask for it.
     """
+    path = [str(FOLDER), str(ROOT), os.environ.get("PYTHONPATH", "")]
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in variables().items():
+        for name, value in {**VARIABLES, "PYTHONPATH": os.pathsep.join(path)}.items():
             patch.setenv(name, value)
         with another_server(_PRELOADED):
             # Beside the server, which imports it, too.
