@@ -21,7 +21,11 @@ from tests.support.same import PLAIN_TOLERANCE, assert_same
 from tests.support.v2_on_cpu.v2_on_cpu import model_runner_v2
 
 PAT = {"weights": "inplace", "enabled": True, "launcher": "mp"}
-EAGLE3: dict[str, Any] = {"method": "eagle3", "model": "eagle3", "num_speculative_tokens": 2}
+EAGLE3: dict[str, Any] = {
+    "method": "eagle3",
+    "model": "eagle3_of_another",
+    "num_speculative_tokens": 2,
+}
 MTP: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": 2}
 NEW_EAGLE3 = [
     ("repeating_updated", ""),
