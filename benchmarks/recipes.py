@@ -121,10 +121,8 @@ def refused_options(options: Options, known: ModelClass | None, experts: bool) -
     given = {f"{group}.{name}" for group, values in groups.items() for name in values}
     given |= {*options, *(name for values in groups.values() for name in values)}
     if is_mtp(at(options, "speculative_config.method")):  # by any of vLLM's names
-        options = {
-            **options,
-            "speculative_config": options["speculative_config"] | {"method": "mtp"},
-        }
+        drafts = {**options["speculative_config"], "method": "mtp"}
+        options = {**options, "speculative_config": drafts}
     backend = {"backend": {"name": options.get("attention_backend")}}
     renamed = {"cache_dtype": options.get("kv_cache_dtype"), "attention_config": backend}
     asked: Any = _Asked({**renamed, **options})

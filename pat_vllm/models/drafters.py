@@ -28,7 +28,7 @@ def has_weights(speculative: Any) -> bool:
     return speculative is not None and speculative.method in OF_WEIGHTS
 
 
-def served(use_v2: bool) -> tuple[str, ...]:
+def methods_served(use_v2: bool) -> tuple[str, ...]:
     """The methods that PAT serves with Model Runner V2, or with V1.
 
     V1 skips the drafter's pass for a whole batch as soon as one of its requests comes near
@@ -47,9 +47,9 @@ def instead_of(given: Any) -> str | None:
     before vLLM reads it. Without one, vLLM looks at the drafter's model.
     """
     use_v2 = os.environ.get(_USE_V2) != "0"
-    if given is None or ("mtp" if is_mtp(given) else given) in served(use_v2):
+    if given is None or ("mtp" if is_mtp(given) else given) in methods_served(use_v2):
         return None
-    allowed = f"allowed {', '.join(served(use_v2))}"
+    allowed = f"allowed {', '.join(methods_served(use_v2))}"
     if use_v2:
         return allowed
     return f"{allowed}; {', '.join(OF_WEIGHTS)} need Model Runner V2: unset {_USE_V2}"

@@ -132,8 +132,8 @@ class LayoutWeights:
             if self._packed:
                 refuse_load_weights(model, self.refuse_if_packed)
             elif len(trained) > 1:
-                of_other = shared_names(model, target) if model is not target else frozenset()
-                after_load_weights(model, partial(self._note_update, name, of_other))
+                shared = frozenset() if model is target else shared_names(model, target)
+                after_load_weights(model, partial(self._note_update, name, shared))
         if not self._packed:
             self._reload = OpenedReload(target, self._base.config)
 

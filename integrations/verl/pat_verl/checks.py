@@ -133,7 +133,7 @@ def speculative_config(rollout: Any) -> dict[str, Any] | None:
 
 
 def _drafts_by_mtp(rollout: Any) -> bool:
-    """Whether verl asks for drafts by a part of the model, and tells vLLM so."""
+    """Whether verl itself names a method of drafts to vLLM, in `mtp.method`."""
     return bool(_get(rollout, "mtp.enable")) and bool(_get(rollout, "mtp.enable_rollout"))
 
 
@@ -223,8 +223,8 @@ def _options(rollout: Any, model: Any) -> Refused:
             refuse("mtp.method", f"{allowed}; or set rollout.mtp.enable_rollout=False")
     refuse(
         "quantization",
-        "the model's part that drafts would be quantized, too, which layouts cannot share yet: set "
-        "null, or rollout.mtp.enable_rollout=False",
+        "its MTP module would be quantized, too, which layouts cannot share yet: set null, or "
+        "rollout.mtp.enable_rollout=False",
         _get(rollout, "quantization") == "fp8" and is_mtp(method) and "model" not in own,
     )
     refuse(
