@@ -168,7 +168,7 @@ def test_sleep_keeps_weights_that_no_update_brings(method: str | None, level: in
 
     drafts = None if method is None else SimpleNamespace(method=method)
     server = object.__new__(PatHttpServer)
-    server.config, server.lora_as_adapter = config(name="pat"), False
+    server.config, server.model_config = config(name="pat"), SimpleNamespace(lora_rank=0, lora={})
     server.engine = SimpleNamespace(vllm_config=SimpleNamespace(speculative_config=drafts))
     assert server._resolve_sleep_level() == level
 
