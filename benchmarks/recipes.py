@@ -23,6 +23,7 @@ from pat_verl.checks import refused_of
 
 from benchmarks.recipe_files import Options, at, config_of, overrides_of
 from benchmarks.record import ROOT, commit_of, table
+from pat_vllm.models.drafters import is_mtp
 from pat_vllm.models.model_classes import ModelClass, class_of
 from pat_vllm.models.model_rules import MODEL_RULES, QUANTIZATION, ModelFacts
 from pat_vllm.start.refused import RULES
@@ -83,7 +84,6 @@ REASONS = {
     "lora_rank": "LoRA, not merged",
     "enable_rollout_routing_replay": "routing replay",
     "enable_return_routed_experts": "routing replay",
-    "enable_rollout": "drafter",
     "method": "drafter",
     "speculative_config": "drafter",
     "quantization=modelopt_mxfp8": "MXFP8",
@@ -120,6 +120,9 @@ def refused_options(options: Options, known: ModelClass | None, experts: bool) -
     groups = {name: value for name, value in options.items() if isinstance(value, Mapping)}
     given = {f"{group}.{name}" for group, values in groups.items() for name in values}
     given |= {*options, *(name for values in groups.values() for name in values)}
+    if is_mtp(at(options, "speculative_config.method")):  # by any of vLLM's names
+        drafts = {**options["speculative_config"], "method": "mtp"}
+        options = {**options, "speculative_config": drafts}
     backend = {"backend": {"name": options.get("attention_backend")}}
     renamed = {"cache_dtype": options.get("kv_cache_dtype"), "attention_config": backend}
     asked: Any = _Asked({**renamed, **options})

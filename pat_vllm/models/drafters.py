@@ -9,8 +9,10 @@ computed there depends on the target's hidden states of that step.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
+_USE_V2 = "VLLM_USE_V2_MODEL_RUNNER"
 OF_TEXT = ("ngram", "ngram_gpu")
 """vLLM's methods of drafters that have neither weights nor KV."""
 OF_WEIGHTS = ("mtp", "eagle3", "eagle", "draft_model")
@@ -26,13 +28,31 @@ def has_weights(speculative: Any) -> bool:
     return speculative is not None and speculative.method in OF_WEIGHTS
 
 
-def is_served(method: str, use_v2: bool) -> bool:
-    """Whether PAT serves drafts of this method with Model Runner V2, or with V1.
+def methods_served(use_v2: bool) -> tuple[str, ...]:
+    """The methods that PAT serves with Model Runner V2, or with V1.
 
     V1 skips the drafter's pass for a whole batch as soon as one of its requests comes near
     `max_model_len`, which leaves gaps in the KV of all.
     """
-    return method in OF_TEXT or (use_v2 and method in OF_WEIGHTS)
+    return (*OF_TEXT, *OF_WEIGHTS) if use_v2 else OF_TEXT
+
+
+def is_mtp(given: Any) -> bool:
+    """Whether the method that a user gives is MTP: vLLM takes `mimo_mtp` and the like for `mtp`."""
+    return isinstance(given, str) and (given == "mtp" or given.endswith("_mtp"))
+
+
+def instead_of(given: Any) -> str | None:
+    """What is allowed in place of a method that a user gives; None: that itself, as far as is known
+    before vLLM reads it. Without one, vLLM looks at the drafter's model.
+    """
+    use_v2 = os.environ.get(_USE_V2) != "0"
+    if given is None or ("mtp" if is_mtp(given) else given) in methods_served(use_v2):
+        return None
+    allowed = f"allowed {', '.join(methods_served(use_v2))}"
+    if use_v2:
+        return allowed
+    return f"{allowed}; {', '.join(OF_WEIGHTS)} need Model Runner V2: unset {_USE_V2}"
 
 
 def looks_into_responses(method: str, use_v2: bool) -> bool:
@@ -41,7 +61,7 @@ def looks_into_responses(method: str, use_v2: bool) -> bool:
     With "ngram_gpu" on Model Runner V1 vLLM's own drafter runs, which looks at the request alone.
     Beside a drafter with weights, text drafts for the requests of which more was accepted then.
     """
-    return is_served(method, use_v2) and (use_v2 or method == "ngram")
+    return method in methods_served(use_v2) and (use_v2 or method == "ngram")
 
 
 def reads_ahead(speculative: Any) -> bool:

@@ -106,23 +106,40 @@ def before_load_weights(model: nn.Module, call: Callable[[], None]) -> None:
     Without it: PAT does not learn that a trainer loads weights, which calls the model's method
     itself. Missing seam: a worker is not asked before that.
     """
+    _of_loading(model)[0].append(call)
 
-    calls: list[Callable[[], None]] = vars(model).setdefault(_BEFORE_LOADING, [])
-    calls.append(call)
+
+def after_load_weights(model: nn.Module, call: Callable[[Any], None]) -> None:
+    """Have `call` called after `model.load_weights`, with what that has returned.
+
+    Without it: PAT does not learn what a trainer has loaded. Missing seam: as above.
+    """
+    _of_loading(model)[1].append(call)
+
+
+def _of_loading(
+    model: nn.Module,
+) -> tuple[list[Callable[[], None]], list[Callable[[Any], None]]]:
+    """What is called before a model loads weights, and after it."""
 
     def load(original: Callable[..., Any]) -> Callable[..., Any]:
         def load_weights(*args: Any, **kwargs: Any) -> Any:
-            for call in calls:
+            for call in before:
                 call()
-            return original(*args, **kwargs)
+            loaded = original(*args, **kwargs)
+            for tell in after:
+                tell(loaded)
+            return loaded
 
         return load_weights
 
+    before, after = vars(model).setdefault(_OF_LOADING, ([], []))
     replace(model, "load_weights", load)
+    return before, after
 
 
-_BEFORE_LOADING = "_pat_before_loading"
-"""Attribute of a model: what is called before it loads weights."""
+_OF_LOADING = "_pat_of_loading"
+"""Attribute of a model: what `_of_loading` returns."""
 
 
 def process_loaded_weights_by(model: nn.Module, process: Callable[[], bool]) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pat_vllm.layout import device_of
-from pat_vllm.models.drafters import OF_TEXT, OF_WEIGHTS, has_weights, is_served
+from pat_vllm.models.drafters import OF_TEXT, OF_WEIGHTS, has_weights, methods_served
 from pat_vllm.models.layer_sizes import fields_of, linear_heads, may_have_experts
 from pat_vllm.models.model_rules import (
     KINDS_OF_MODELS,
@@ -185,7 +185,7 @@ def _drafts(vllm_config: VllmConfig) -> Any:
         return None
     # vLLM 0.31, which has no such method, has other drafters.
     use_v2 = bool(vllm_config.use_v2_model_runner and hasattr(speculative, "use_ngram"))
-    return None if is_served(speculative.method, use_v2) else speculative.method
+    return None if speculative.method in methods_served(use_v2) else speculative.method
 
 
 def _of_drafter(option: str, served: Any, allowed: str) -> Rule:

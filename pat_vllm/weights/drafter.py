@@ -44,6 +44,13 @@ class Drafter(nn.Module):
         return super().named_modules(memo | self._of_target, prefix, remove_duplicate)
 
 
+def shared_names(drafter: nn.Module, target: nn.Module) -> frozenset[str]:
+    """The names that weights of the target's have in a drafter that uses them."""
+    of_target = set(target.parameters())
+    named = drafter.named_parameters(remove_duplicate=False)
+    return frozenset(name for name, weight in named if weight in of_target)
+
+
 def sharing_as(drafter: nn.Module, target: nn.Module) -> AbstractContextManager[None]:
     """Inside, drafters of other layouts share what the base layout's shares with its target."""
     of_target = set(target.modules())

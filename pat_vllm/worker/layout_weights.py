@@ -14,8 +14,8 @@ from vllm.model_executor.layers.attention import MLAAttention
 
 from pat_vllm.executor.messages import Refreshed
 from pat_vllm.models.drafters import has_weights
-from pat_vllm.patches.weights import before_load_weights, refuse_load_weights
-from pat_vllm.weights.drafter import Drafter, sharing_as
+from pat_vllm.patches.weights import after_load_weights, refuse_load_weights
+from pat_vllm.weights.drafter import Drafter, shared_names, sharing_as
 from pat_vllm.weights.inplace import InPlaceShards
 from pat_vllm.weights.kv_scales import kv_scales, share_kv_scales
 from pat_vllm.weights.loaders import BASE_FORMAT, DERIVED_FORMAT, WeightStrategy, load_config_of
@@ -132,7 +132,8 @@ class LayoutWeights:
             if self._packed:
                 refuse_load_weights(model, self.refuse_if_packed)
             elif len(trained) > 1:
-                before_load_weights(model, partial(self._note_update, name))
+                shared = frozenset() if model is target else shared_names(model, target)
+                after_load_weights(model, partial(self._note_update, name, shared))
         if not self._packed:
             self._reload = OpenedReload(target, self._base.config)
 
@@ -200,8 +201,14 @@ class LayoutWeights:
         same = before == self._kv_scales
         return Refreshed.DONE if same else Refreshed.WITH_OTHER_KV_SCALES
 
-    def _note_update(self, model: str) -> None:
-        self._updated |= {model}
+    def _note_update(self, model: str, shared: frozenset[str], loaded: Any) -> None:
+        """Note that a model has loaded weights: not only shared ones, which its target has, too.
+
+        Args:
+            loaded: names, as vLLM's classes return them; None: the class does not tell.
+        """
+        if loaded is None or not shared.issuperset(loaded):
+            self._updated |= {model}
 
     def _look_for_stale_drafter(self) -> None:
         """Look which models have been updated since the last time."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 import torch
 from vllm.logger import init_logger
+from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 
 from pat_vllm.executor.messages import CallFailed, Refreshed
 from pat_vllm.weights.loaders import change_user_config
@@ -83,7 +84,8 @@ class WeightUpdatesMixin(_Base):
                         self._enter_for_a_call(runtime)
                         function(*args, **kwargs)
             self._enter_for_a_call(self._base)
-            return function(*args, **kwargs)
+            with disable_mtp_completeness_check():  # as in vLLM's transfers: some come in each call
+                return function(*args, **kwargs)
         except Exception as error:
             logger.exception("a call of the engine's user failed")
             return CallFailed(str(error))

@@ -52,9 +52,10 @@ def test_options_are_checked_and_passed_on(tmp_path: Path, monkeypatch: pytest.M
         "policy": {"kind": "schedule", "switch_at": {"8": 4}},
     }
     assert pat_options(vllm__pat=json.dumps(given)) == given
-    drafts = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}
-    changed = {"vllm__speculative_config": json.dumps(drafts), "vllm__num_engines": 2}
-    assert options.take_options(arguments(**changed)) == options.EngineOptions({}, drafts, 2)
+    ngrams = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}
+    for drafts in (ngrams, {"method": "eagle3", "model": "HEAD", "num_speculative_tokens": 2}):
+        changed = {"vllm__speculative_config": json.dumps(drafts), "vllm__num_engines": 2}
+        assert options.take_options(arguments(**changed)) == options.EngineOptions({}, drafts, 2)
     monkeypatch.chdir(tmp_path)
     given = {"state_dir": "state", "policy": {"kind": "predictor", "profile": "profile.json"}}
     assert pat_options(vllm__pat=json.dumps(given)) == {
@@ -77,8 +78,10 @@ def test_vllm_leaves_openrlhf_as_it_is() -> None:
     [
         ({"vllm.speculative_config": "ngram"}, ("is not JSON", '\'{"method": "ngram",')),
         ({"vllm.speculative_config": "4"}, ("must be a JSON object",)),
-        ({"vllm.speculative_config": '{"method": "eagle3"}'}, ("'eagle3'", "ngram, ngram_gpu")),
-        ({"vllm.speculative_config": '{"n": 4}'}, ("method None", "allowed: ngram, ngram_gpu")),
+        (
+            {"vllm.speculative_config": '{"method": "suffix"}'},
+            ("has the method 'suffix'", "allowed ngram, ngram_gpu, mtp, eagle3"),
+        ),
         ({"vllm.pat": "{layouts: 1}"}, ("is not JSON", "--vllm.pat '{\"layouts\": [1, 4]}'")),
         ({"vllm.pat": "[1, 4]"}, ("must be a JSON object", "layouts, base_tp")),
         ({"vllm.pat": '{"layout": [1]}'}, ("unknown option 'layout'", "allowed: layouts")),

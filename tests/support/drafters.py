@@ -93,5 +93,6 @@ DRAFTERS: Mapping[str, tuple[str, Callable[[Path], None]]] = {
         "eagle3": ("repeating", eagle3),
     }.items()
     for updated in ("", "_updated")
-}
-"""Models and drafters by name: the random model that they are made of, and what makes them."""
+} | {"eagle3_of_another": ("qwen3", eagle3)}
+"""Models and drafters by name: the random model that they are made of, and what makes them. What is
+of another model drafts wrong."""

@@ -53,7 +53,7 @@ def without_cuda() -> Iterator[None]:
         mock.patch.object(nccl_common, "stateless_init_process_group", Sockets),
         mock.patch.object(torch.accelerator, "current_device_index", lambda: 0),
         mock.patch.object(torch.accelerator, "synchronize", lambda: None),
-        mock.patch.object(torch.cuda, "current_stream", lambda: None),
+        mock.patch.object(torch.cuda, "current_stream", mock.MagicMock()),
     ):
         yield
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.support.drafters import mimo
 from tests.support.models import cache_dir
 from tests.support.random_models import kept_model
 
@@ -20,6 +21,7 @@ _OF_ARCH: dict[str, dict[str, Any]] = {
     # At the default gain a class without norms of queries and keys amplifies rounding: in float32
     # transformers' log-probabilities were off by up to 4.5e-4, at this one by up to 1.6e-5.
     "llama": dict(gain=1.5),
+    "qwen2": dict(gain=1.5, heads=4, kv_heads=2),
     "gemma3_text": dict(tie=True, window=40),
     "gpt_oss": dict(layers=2, window=40, expert_intermediate=128),
     "deepseek_v3": dict(heads=4, layers=2),
@@ -38,8 +40,18 @@ BLOCKS: dict[str, Any] = dict(
 """Sizes of which each of two ranks has whole blocks of 128 x 128."""
 
 
-def few_tokens(arch: str, seed: int = 0, repeat: float = 0.0, **shape: Any) -> Path:
-    """A model with more ids than its tokenizer has, as padded vocabularies have."""
+def few_tokens(
+    arch: str,
+    seed: int = 0,
+    repeat: float = 0.0,
+    finish: Callable[[Path], object] | None = None,
+    **shape: Any,
+) -> Path:
+    """A model with more ids than its tokenizer has, as padded vocabularies have.
+
+    Args:
+        finish: makes another kind of model of it.
+    """
     shape = _SHAPE | {"arch": arch} | _OF_ARCH.get(arch, {}) | shape
     small = kept_model(cache_dir(), "verl-small", shape | {"vocab": KNOWN, "layers": 1})
 
@@ -47,8 +59,12 @@ def few_tokens(arch: str, seed: int = 0, repeat: float = 0.0, **shape: Any) -> P
         for file in small.glob("*token*"):
             shutil.copy(file, model / file.name)
 
+        if finish is not None:
+            finish(model)
+
     sizes = shape | {"seed": seed, "repeat": repeat}
-    return kept_model(cache_dir(), f"verl-few-tokens-{arch}", sizes, with_its_tokenizer)
+    kind = arch if finish is None else finish.__name__
+    return kept_model(cache_dir(), f"verl-few-tokens-{kind}", sizes, with_its_tokenizer)
 
 
 def quantized_in_full(model: Path) -> Path:
@@ -99,13 +115,26 @@ _EOS = {"deepseek_v3": "<\uff5cend\u2581of\u2581sentence\uff5c>"}
 """Which verl looks for in tokenizers of the class."""
 
 
-def _chat(name: str, sizes: dict[str, Any], ends: Sequence[int], eos: str = "<eos>") -> Path:
-    """A model whose responses end with any of these tokens, too."""
+def mtp_chat() -> Path:
+    """A model for the GRPO example with an MTP module, of whose drafts some are accepted."""
+    sizes = _SHAPE | _OF_ARCH["qwen2"] | {"arch": "qwen2", "repeat": 1.35}
+    return _chat("mtp", sizes, range(VOCAB - END_TOKENS + 1, VOCAB), finish=mimo)
+
+
+def _chat(
+    name: str,
+    sizes: dict[str, Any],
+    ends: Sequence[int],
+    eos: str = "<eos>",
+    finish: Callable[[Path], object] = lambda model: None,
+) -> Path:
+    """A model whose responses end with any of these tokens, too. `finish`: as of `few_tokens`."""
 
     def with_ends(model: Path) -> None:
         config = json.dumps({"eos_token_id": [1, *ends]})
         (model / "generation_config.json").write_text(config)
         for file in model.glob("*token*"):
             file.write_text(file.read_text().replace("<eos>", eos))
+        finish(model)
 
     return kept_model(cache_dir(), f"verl-{name}-chat-{len(ends)}", sizes, with_ends)

@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 import tempfile
 import uuid
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 RANKS = 2
@@ -114,13 +115,19 @@ def ray_cluster(gpus: int = RANKS) -> Iterator[None]:
 
 
 def start(
-    model: Path, *overrides: str, first_replica: int = 0, tp: int = RANKS, **options: Any
+    model: Path,
+    *overrides: str,
+    first_replica: int = 0,
+    tp: int = RANKS,
+    of_model: Mapping[str, Any] = MappingProxyType({}),
+    **options: Any,
 ) -> Server:
     """Start a server, or one for each `tp` of `RANKS` ranks, in the Ray cluster that runs.
 
     Args:
         overrides: additions to `actor_rollout_ref.rollout`, in Hydra's syntax.
         first_replica: of verl's numbers of replicas, which must differ among servers.
+        of_model: options of `actor_rollout_ref.model`, beside its path.
         options: of `actor_rollout_ref.rollout`.
     """
     import verl
@@ -151,6 +158,7 @@ def start(
             "ppo_trainer",
             overrides=[
                 f"actor_rollout_ref.model.path={model}",
+                *[f"actor_rollout_ref.model.{name}={value}" for name, value in of_model.items()],
                 *[f"{rollout}.{name}={value}" for name, value in chosen.items()],
                 f"++{rollout}.enable_sleep_mode=false",
                 *[f"+{rollout}.{override}" for override in overrides],

@@ -20,6 +20,7 @@ from pat_verl.checks import (
 )
 
 VLLM = "engine_kwargs__vllm__"
+MTP = {"enable": True, "enable_rollout": True, "method": "mtp", "num_speculative_tokens": 1}
 
 
 def rollout(**changes: Any) -> dict[str, Any]:
@@ -61,7 +62,16 @@ def test_configs_that_pass() -> None:
         {VLLM + "speculative_config": {"method": "ngram", "num_speculative_tokens": 4}},
         {VLLM + "speculative_config": '{"method": "ngram_gpu"}'},
         # Heads that are trained, but not used in rollouts.
-        {"mtp": {"enable": True, "enable_rollout": False}},
+        {"mtp": {"enable": True, "enable_rollout": False, "method": "dflash"}},
+        {"mtp": MTP},
+        {"mtp": MTP | {"method": "deepseek_mtp"}},
+        # Another drafter than verl's option would take.
+        {
+            "mtp": MTP,
+            "quantization": "fp8",
+            VLLM + "speculative_config": {"method": "eagle3", "model": "HEAD"},
+        },
+        {VLLM + "speculative_config": {"model": "DRAFTER", "num_speculative_tokens": 2}},
         {"quantization": "fp8"},
         # Its VLLM_BATCH_INVARIANT=1 pins a layout.
         {"full_determinism": True},
@@ -98,14 +108,19 @@ def test_configs_that_pass() -> None:
         ({"quantization": "ascend"}, "rollout.quantization=ascend", "set fp8 or null"),
         ({"qat__enable": True}, "rollout.qat.enable=True", "set False"),
         (
-            {"mtp": {"enable": True, "enable_rollout": True, "method": "mtp"}},
-            "rollout.mtp.enable_rollout=True",
-            "set False; without weights is +actor_rollout_ref.rollout.engine_kwargs.vllm.spec",
+            {"mtp": MTP | {"method": "dflash"}},
+            "rollout.mtp.method=dflash",
+            "mtp, eagle3, eagle, draft_model; or set rollout.mtp.enable_rollout=False",
+        ),
+        (
+            {"mtp": MTP, "quantization": "fp8"},
+            "rollout.quantization=fp8",
+            "set null, or rollout.mtp.enable_rollout=False",
         ),
         (
             {VLLM + "speculative_config": '{"method": "suffix"}'},
             "speculative_config.method=suffix",
-            "allowed ngram, ngram_gpu",
+            "allowed ngram, ngram_gpu, mtp",
         ),
         ({VLLM + "speculative_config": "ngram"}, "must be a mapping, got 'ngram'", "{method:ngram"),
         ({"enable_rollout_routing_replay": True}, "routing_replay=True", "set False"),
@@ -116,6 +131,13 @@ def test_refused(changes: dict[str, Any], option: str, way_out: str) -> None:
         check_rollout(rollout(**changes))
     assert option in str(refusal.value)
     assert way_out in str(refusal.value)
+
+
+def test_drafters_with_weights_need_model_runner_v2(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    with pytest.raises(ValueError, match=r"rollout.mtp.method=mtp .*need Model Runner V2: unset"):
+        check_rollout(rollout(mtp=MTP))
+    check_rollout(rollout(**{VLLM + "speculative_config": {"method": "ngram"}}))
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import json
 import logging
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -158,6 +159,18 @@ def test_pat_options_survive_the_command_line(replica: int) -> None:
     # What an engine keeps is in a directory of its own.
     own = {"state_dir": f"/kept/engine-{replica}", "launcher": "mp"}
     assert parsed == PATConfig.parse({**pat, **own})
+
+
+@pytest.mark.parametrize(("method", "level"), [(None, 2), ("ngram", 2), ("eagle3", 1), ("mtp", 1)])
+def test_sleep_keeps_weights_that_no_update_brings(method: str | None, level: int) -> None:
+    """verl keeps those of an MTP module that its own option asks for."""
+    from pat_verl.server import PatHttpServer
+
+    drafts = None if method is None else SimpleNamespace(method=method)
+    server = object.__new__(PatHttpServer)
+    server.config, server.model_config = config(name="pat"), SimpleNamespace(lora_rank=0, lora={})
+    server.engine = SimpleNamespace(vllm_config=SimpleNamespace(speculative_config=drafts))
+    assert server._resolve_sleep_level() == level
 
 
 def test_pause_generation_in_both_spellings() -> None:

@@ -46,14 +46,14 @@ def new() -> Reference:
     return Reference(few_tokens(ARCH, 1))
 
 
-async def while_regrouping(pat: Server, work: Any) -> Any:
-    """The result of `work`, with a switch back and forth all the while."""
+async def while_regrouping(pat: Server, work: Any, pause: float = 0.05) -> Any:
+    """The result of `work`, with a switch back and forth all the while, one in `pause` seconds."""
     task = asyncio.ensure_future(work)
     tp = 1
     while not task.done():
         tp = 3 - tp
         await pat.actor.pat_switch.remote(tp)
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(pause)
     return await task
 
 
@@ -63,12 +63,12 @@ def in_layout(pat: Server, tp: int) -> list[Response]:
     return pat.generate_all(PROMPTS, max_tokens=24)
 
 
-def regrouped(pat: Server, max_tokens: int = 80) -> list[Response]:
+def regrouped(pat: Server, max_tokens: int = 80, pause: float = 0.05) -> list[Response]:
     """A batch during which the layout changes."""
 
     async def batch() -> list[Response]:
         requests = [pat.generate(p, max_tokens=max_tokens, ignore_eos=True) for p in PROMPTS]
-        return await while_regrouping(pat, asyncio.gather(*requests))
+        return await while_regrouping(pat, asyncio.gather(*requests), pause)
 
     before = len(moved(pat))
     responses: list[Response] = pat.do(batch())

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from pat_vllm.config import PATConfig
-from pat_vllm.models.drafters import OF_TEXT
+from pat_vllm.models.drafters import instead_of
 from pat_vllm.plugin import check_vllm_version
 
 TESTED_OPENRLHF = "0.11.2"
@@ -131,11 +131,8 @@ def parse_speculation(text: str | None) -> dict[str, Any] | None:
         return None
     allowed = ("method", "num_speculative_tokens", "and others of vLLM's")
     config = _object("vllm.speculative_config", text, _NGRAMS, allowed)
-    if (method := config.get("method")) not in OF_TEXT:
-        raise ValueError(
-            f"--vllm.speculative_config {text!r} has the method {method!r}; allowed: "
-            f"{', '.join(OF_TEXT)}, because drafters with weights are not served in OpenRLHF yet"
-        )
+    if instead := instead_of(method := config.get("method")):
+        raise ValueError(f"--vllm.speculative_config {text!r} has the method {method!r}; {instead}")
     return config
 
 

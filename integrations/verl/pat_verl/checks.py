@@ -11,7 +11,7 @@ from typing import Any
 
 from pat_vllm.config import PATConfig
 from pat_vllm.files.reading import read_json_object
-from pat_vllm.models.drafters import OF_TEXT
+from pat_vllm.models.drafters import instead_of, is_mtp
 
 NAME = "pat"
 """Value of `rollout.name` that asks for PAT; also vLLM's name of the executor backend."""
@@ -132,6 +132,11 @@ def speculative_config(rollout: Any) -> dict[str, Any] | None:
     return plain(given)
 
 
+def _drafts_by_mtp(rollout: Any) -> bool:
+    """Whether verl itself names a method of drafts to vLLM, in `mtp.method`."""
+    return bool(_get(rollout, "mtp.enable")) and bool(_get(rollout, "mtp.enable_rollout"))
+
+
 def plain(value: Any) -> Any:
     """Mappings and lists of OmegaConf as dicts and lists."""
     if hasattr(value, "items"):
@@ -208,18 +213,19 @@ def _options(rollout: Any, model: Any) -> Refused:
         "PAT's layouts cannot share weights of 4 bits: set False",
         bool(_get(rollout, "qat.enable")),
     )
+    own = speculative_config(rollout) or {}
+    method = own.get("method")
+    if allowed := instead_of(method):
+        refuse(f"{_KWARGS}.speculative_config.method", allowed, value=method)
+    if method is None and _drafts_by_mtp(rollout):
+        method = _get(rollout, "mtp.method")
+        if allowed := instead_of(method):
+            refuse("mtp.method", f"{allowed}; or set rollout.mtp.enable_rollout=False")
     refuse(
-        "mtp.enable_rollout",
-        f"drafters with weights are not served in verl yet: set False; without weights is "
-        f"{_SPECULATE}",
-        bool(_get(rollout, "mtp.enable")) and bool(_get(rollout, "mtp.enable_rollout")),
-    )
-    method = (speculative_config(rollout) or {}).get("method")
-    refuse(
-        f"{_KWARGS}.speculative_config.method",
-        f"drafters with weights are not served in verl yet: allowed {', '.join(OF_TEXT)}",
-        method not in (None, *OF_TEXT),
-        value=method,
+        "quantization",
+        "its MTP module would be quantized, too, which layouts cannot share yet: set null, or "
+        "rollout.mtp.enable_rollout=False",
+        _get(rollout, "quantization") == "fp8" and is_mtp(method) and "model" not in own,
     )
     refuse(
         "enable_rollout_routing_replay",

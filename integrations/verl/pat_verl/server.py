@@ -17,6 +17,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from pat_verl.checks import NAME, check_rollout, plain
 from pat_vllm import report_async, speculate_async, switch_async
 from pat_vllm.config import of_one_engine
+from pat_vllm.models.drafters import has_weights
 from pat_vllm.reporting import Report, describe_awaited
 
 if TYPE_CHECKING:
@@ -102,6 +103,11 @@ class PatHttpServer(vLLMHttpServer):
         # Or verl would go on with the responses that were complete when the engine died.
         await self.pat_check_alive()
         await super().sleep()
+
+    def _resolve_sleep_level(self) -> int:
+        """As verl's, which keeps weights that its updates do not bring; those of any drafter."""
+        drafts = self.engine.vllm_config.speculative_config
+        return 1 if has_weights(drafts) else super()._resolve_sleep_level()
 
     async def set_global_steps(self, global_steps: int) -> None:
         """As verl's, which calls it when new weights are in."""

@@ -42,7 +42,7 @@ def batch(model: str, tokens: int = 20, seed: int = 4) -> dict[str, Job]:
     """Greedy requests. The last comes late, and finds the first one's prompt in the cache."""
     rng = random.Random(seed)
     prompts = [[rng.randrange(3, 400) for _ in range(n)] for n in (2 * V2_CHUNK + 7, 5, 40)]
-    if "repeating" in model or model == "mimo":
+    if "repeating" in model or model.startswith("mimo"):
         prompts[1] += phrase("repeating", 20, start=1)
     jobs = {
         f"r{i}": Job(prompt, GREEDY | {"max_tokens": tokens}) for i, prompt in enumerate(prompts)

@@ -71,13 +71,14 @@ del Extension.synchronize_device
 
 
 def engine_options(
-    model: str, ranks: int, pat: dict[str, Any], precision: str = "float32"
+    model: str, ranks: int, pat: dict[str, Any], precision: str = "float32", **of_vllm: Any
 ) -> dict[str, Any]:
     """What NeMo-RL starts its engine with, beside the model and the number of its GPUs.
 
     Args:
         pat: options, which it is given as docs/trainers.md says.
         precision: NeMo-RL's; with "fp8" weights have to be sent before anything is generated.
+        of_vllm: more of its `vllm_kwargs`.
     """
 
     class Worker(vllm_worker.VllmGenerationWorkerImpl):
@@ -100,7 +101,7 @@ def engine_options(
             "max_model_len": 512,
             "enable_prefix_caching": True,  # or it asks a CUDA device
         },
-        "vllm_kwargs": {"additional_config": {"pat": pat}},
+        "vllm_kwargs": {"additional_config": {"pat": pat}, **of_vllm},
     }
     nothing = mock.patch.object(vllm_worker, "_apply_vllm_patches", lambda *_, **__: None)
     # It patches the executor, which is not used, in this process.

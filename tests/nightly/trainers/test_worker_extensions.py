@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -45,8 +46,12 @@ def by_prime_rl(llm: Any, model: str) -> None:
     core.resume_scheduler()
 
 
-def by_skyrl(llm: Any, model: str) -> None:
-    """SkyRL's control plane makes these calls by vLLM's routes."""
+def by_skyrl(llm: Any, model: str, drafter: str = "") -> None:
+    """SkyRL's control plane makes these calls by vLLM's routes.
+
+    Args:
+        drafter: the model whose MTP module it sends after that, with embeddings and head.
+    """
     core = llm.llm_engine.engine_core.engine_core
     trainer = trainer_of(llm)
     core.pause_scheduler("keep", clear_cache=False)
@@ -54,20 +59,34 @@ def by_skyrl(llm: Any, model: str) -> None:
     for part in halves(model):
         trainer.send(part)
     llm.finish_weight_update()
+    if drafter:
+        llm.start_draft_weight_update()
+        for part in halves(drafter):
+            trainer.send([weight for weight in part if OF_MTP.search(weight[0])])
+        llm.finish_weight_update()
     core.resume_scheduler()
 
 
-def by_nemo_rl(llm: Any, model: str) -> None:
-    """As NeMo-RL's generation worker does, with its collective: all weights in one call."""
+OF_MTP = re.compile("mtp|embed_tokens|lm_head")
+
+
+def by_nemo_rl(llm: Any, model: str, drafter: str = "") -> None:
+    """As NeMo-RL's generation worker does, with its collective: all weights in one call.
+
+    Args:
+        drafter: whose weights go with them, by names of their own.
+    """
     weights = [weight for half in halves(model) for weight in half]
+    if drafter:
+        weights += [(f"draft.{name}", w) for half in halves(drafter) for name, w in half]
     if not hasattr(llm, "group"):
         port = get_open_port()
         with ThreadPoolExecutor(1) as pool:
             joined = pool.submit(Sockets, "127.0.0.1", port, 0, 3, None)
             llm.collective_rpc("init_collective", args=(0, "127.0.0.1", port, 3, 1))
             llm.group = joined.result()
-        info = {name: (weight.shape, weight.dtype) for name, weight in weights}
-        llm.collective_rpc("prepare_refit_info", args=(info,))
+    info = {name: (weight.shape, weight.dtype) for name, weight in weights}
+    llm.collective_rpc("prepare_refit_info", args=(info,))
     with ThreadPoolExecutor(1) as pool:
         sent = pool.submit(lambda: [llm.group.broadcast(weight, 0) for _, weight in weights])
         assert llm.collective_rpc("update_weights_from_collective") == [True, True]

@@ -17,6 +17,10 @@ ROOT = FOLDER.parents[2]
 _PRELOADED = ("vllm.v1.worker.cpu.model_runner",)
 
 
+VARIABLES = {"VLLM_USE_V2_MODEL_RUNNER": "1", "TRITON_INTERPRET": "1"}
+"""Of processes that have this folder, or `plain_weights`, on PYTHONPATH."""
+
+
 @contextlib.contextmanager
 def model_runner_v2() -> Iterator[None]:
     """Inside, the engines of `tests.support.engines` use Model Runner V2.
@@ -26,9 +30,8 @@ def model_runner_v2() -> Iterator[None]:
     """
     path = [str(FOLDER), str(ROOT), os.environ.get("PYTHONPATH", "")]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-        patch.setenv("TRITON_INTERPRET", "1")
-        patch.setenv("PYTHONPATH", os.pathsep.join(path))
+        for name, value in {**VARIABLES, "PYTHONPATH": os.pathsep.join(path)}.items():
+            patch.setenv(name, value)
         with another_server(_PRELOADED):
             # Beside the server, which imports it, too.
             import vllm.config.vllm as config

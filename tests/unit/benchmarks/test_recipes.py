@@ -88,6 +88,7 @@ cluster: {gpus_per_node: 8}
         ("vllm_kwargs: {kernel_config: {moe_backend: marlin}}", {"moe_backend"}),
         ("vllm_kwargs: {compilation_config: {backend: eager}}", set()),
         ("vllm_kwargs: {speculative_config: {method: mtp}}", set()),
+        ("vllm_kwargs: {speculative_config: {method: deepseek_mtp}}", set()),
         ("vllm_kwargs: {speculative_config: {method: medusa}}", {"drafter"}),
         ("{quant_cfg: a.yaml, real_quant: true}", {"NVFP4"}),
     ],

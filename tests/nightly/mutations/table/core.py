@@ -147,6 +147,7 @@ MUTATIONS = mutations({
         ("drafters of all layouts share all they can", "weights.drafter:sharing_as", "modules.get(name) in of_target", "True"),
         ("a drafter's captured embeddings stay", "worker.layout_weights:LayoutWeights.loading_into", "self._of_drafter.keep(own)", "pass"),
         ("updates of drafters are not noticed", "worker.layout_weights:LayoutWeights._look_for_stale_drafter", '"drafter" not in self._updated', "True"),
+        ("what drafters share is their own", "worker.layout_weights:LayoutWeights._note_update", "not shared.issuperset(loaded)", "True"),
         ("drafters' rows stay where they are", "worker.layout_weights:LayoutWeights._strategies", "(self._strategy, self._of_drafter)", "(self._strategy,)"),
     ],
     "tests/vllm/patches/test_drafts.py": [

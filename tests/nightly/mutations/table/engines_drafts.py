@@ -28,7 +28,7 @@ MUTATIONS = mutations({
         ("V2: a part of linear attention's states stays", "kv_transfer.connector:PATConnector.register_kv_caches", "kind.segments(spec, view)", "kind.segments(spec, view)[:1]"),
     ],
     "tests/engine/v2/test_pairs.py::test_an_update_between_switches_reaches_every_layout": [
-        ("new weights come to the active layout", "worker.weight_updates:WeightUpdatesMixin.pat_call_in_base", "self._enter_for_a_call(self._base)\n            return function", "return function"),
+        ("new weights come to the active layout", "worker.weight_updates:WeightUpdatesMixin.pat_call_in_base", "self._enter_for_a_call(self._base)\n            with", "with"),
     ],
     "tests/engine/test_updates_under_way.py::test_a_storm_of_updates": [
         ("after an update rows stay as in the base layout", "worker.layout_weights:LayoutWeights.refresh", "self.arrange(active)", "pass"),
