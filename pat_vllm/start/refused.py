@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pat_vllm.layout import device_of
 from pat_vllm.models.drafters import OF_TEXT, OF_WEIGHTS, has_weights, is_served
 from pat_vllm.models.layer_sizes import fields_of, linear_heads, may_have_experts
+from pat_vllm.models.model_classes import class_of
 from pat_vllm.models.model_rules import (
     KINDS_OF_MODELS,
     KV_SCALE,
@@ -186,6 +187,16 @@ def _drafts(vllm_config: VllmConfig) -> Any:
     # vLLM 0.31, which has no such method, has other drafters.
     use_v2 = bool(vllm_config.use_v2_model_runner and hasattr(speculative, "use_ngram"))
     return None if is_served(speculative.method, use_v2) else speculative.method
+
+
+def _drafts_of_linear(vllm_config: VllmConfig) -> Any:
+    """The method of drafts, if PAT does not carry the states that they leave."""
+    speculative, model = vllm_config.speculative_config, vllm_config.model_config
+    if speculative is None or speculative.method is None:
+        return None
+    known = class_of(fields_of(model.hf_text_config))
+    served = known is not None and known.linear == "delta_net" and speculative.method == "mtp"
+    return None if served else speculative.method
 
 
 def _of_drafter(option: str, served: Any, allowed: str) -> Rule:
@@ -412,8 +423,8 @@ RULES = (
     # Rules for models with linear attention.
     Rule(
         "speculative_config",
-        _other_than("speculative_config.method"),
-        "None: a draft's states cannot be shared among layouts yet",
+        _drafts_of_linear,
+        "mtp, of Gated DeltaNet: states of other drafts cannot be shared among layouts yet",
         linear=True,
     ),
     _only("cache_config.mamba_cache_mode", "none", "align", linear=True),
