@@ -184,9 +184,15 @@ def _drafts(vllm_config: VllmConfig) -> Any:
     speculative = vllm_config.speculative_config
     if speculative is None or speculative.method is None:
         return None
-    # vLLM 0.31, which has no such method, has other drafters.
-    use_v2 = bool(vllm_config.use_v2_model_runner and hasattr(speculative, "use_ngram"))
+    use_v2 = _drafts_with_v2(vllm_config)
     return None if is_served(speculative.method, use_v2) else speculative.method
+
+
+def _drafts_with_v2(vllm_config: VllmConfig) -> bool:
+    """Whether drafts are made with Model Runner V2, as from vLLM 0.32 on."""
+    # vLLM 0.31, which has no such method, has other drafters.
+    speculative = vllm_config.speculative_config
+    return bool(vllm_config.use_v2_model_runner and hasattr(speculative, "use_ngram"))
 
 
 def _drafts_of_linear(vllm_config: VllmConfig) -> Any:
@@ -195,8 +201,9 @@ def _drafts_of_linear(vllm_config: VllmConfig) -> Any:
     if speculative is None or speculative.method is None:
         return None
     known = class_of(fields_of(model.hf_text_config))
-    served = known is not None and known.linear == "delta_net" and speculative.method == "mtp"
-    return None if served else speculative.method
+    are_carried = known is not None and known.linear == "delta_net"
+    served = _drafts_with_v2(vllm_config) and speculative.method in ("mtp", "ngram_gpu")
+    return None if are_carried and served else speculative.method
 
 
 def _of_drafter(option: str, served: Any, allowed: str) -> Rule:
@@ -424,7 +431,8 @@ RULES = (
     Rule(
         "speculative_config",
         _drafts_of_linear,
-        "mtp, of Gated DeltaNet: states of other drafts cannot be shared among layouts yet",
+        "mtp, ngram_gpu, of Gated DeltaNet with Model Runner V2: layouts cannot share the states "
+        "of other drafts yet",
         linear=True,
     ),
     _only("cache_config.mamba_cache_mode", "none", "align", linear=True),

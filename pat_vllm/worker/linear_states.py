@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from vllm.v1.kv_cache_interface import MambaSpec
@@ -27,8 +27,10 @@ def settle(runner: RunnerV2, request_ids: Iterable[str]) -> None:
     Each rank does it for its heads. A request's slots are its own; that of a whole block, which
     others may read, has this very state already.
     """
-    states: Any = runner.model_state
-    if runner.speculative_config is None or not hasattr(states, "num_accepted_tokens_gpu"):
+    from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
+
+    states = runner.model_state
+    if runner.speculative_config is None or not isinstance(states, MambaHybridModelState):
         return
     known = runner.req_states.req_id_to_index
     rows = torch.tensor(

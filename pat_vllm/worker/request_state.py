@@ -53,8 +53,8 @@ class RequestStateTransfer(Protocol):
         ...
 
     def settle(self, runner: Any, request_ids: Iterable[str]) -> None:
-        """Have those of the requests that `runner` knows look, in the KV cache, as if they had never
-        had drafts. Every rank calls it, before anything moves."""
+        """Have the KV cache of those of the requests that `runner` knows look as if no step had
+        verified drafts of theirs. Every rank calls it, before anything moves."""
         ...
 
     def take(self, runner: Any, request_ids: Iterable[str]) -> dict[str, RequestState]:

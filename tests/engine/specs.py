@@ -242,6 +242,14 @@ MTP_LINEAR = EngineSpec(
     {**MTP.options, "max_num_batched_tokens": 96},
     model_runner_v2=True,
 )
+NGRAM_LINEAR = EngineSpec(
+    "V2 n-grams of linear attention",
+    "qwen3_next_mtp",
+    2,
+    MTP_LINEAR.pat,
+    {**MTP_LINEAR.options, "speculative_config": V2_NGRAM},
+    model_runner_v2=True,
+)
 V2_DRAFTS = EngineSpec(
     "V2 drafts of a mixture",
     "repeating_moe",
