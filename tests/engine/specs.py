@@ -242,12 +242,13 @@ MTP_LINEAR = EngineSpec(
     {**MTP.options, "max_num_batched_tokens": 96},
     model_runner_v2=True,
 )
+# Without prefix caching, these are all that a request has.
 NGRAM_LINEAR = EngineSpec(
     "V2 n-grams of linear attention",
     "qwen3_next_mtp",
     2,
-    MTP_LINEAR.pat,
-    {**MTP_LINEAR.options, "speculative_config": V2_NGRAM},
+    IN_PLACE | SPREAD,
+    {**MTP_LINEAR.options, "speculative_config": V2_NGRAM, "enable_prefix_caching": False},
     model_runner_v2=True,
 )
 V2_DRAFTS = EngineSpec(

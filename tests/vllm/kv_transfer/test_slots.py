@@ -163,16 +163,17 @@ def test_what_is_served() -> None:
     for kind in (DELTA_NET, MAMBA2):
         served: list[dict[str, Any]] = [{}, {"mamba_cache_mode": "none"}]
         assert {class_of(spec(2, kind=kind, **options)) for options in served} == {LinearAttention}
-        for other in (
+        others: list[dict[str, Any]] = [
             {"mamba_cache_mode": "all"},
-            *([{"drafts": 2}] if kind is MAMBA2 else []),
             {"num_prefill_checkpoint_blocks": 1},
             {"tp_replicated": True},
-        ):
+        ]
+        for other in others:
             assert class_of(spec(2, kind=kind, **other)) is None
         assert LinearAttention.heads_in(spec(2, kind=kind), 4, tp=2) == KEYS
     assert class_of(spec(2, kind=MambaAttentionBackendEnum.MAMBA1)) is None
     assert class_of(spec(2, drafts=2)) is LinearAttention
+    assert class_of(spec(2, kind=MAMBA2, drafts=2)) is None
     assert LinearAttention.of(spec(2, drafts=2), KEYS, 1).drafts == 2
     attention = FullAttentionSpec(
         block_size=BLOCK, num_kv_heads=2, head_size=8, dtype=torch.bfloat16
