@@ -30,12 +30,14 @@ class StateKind:
         token_bytes: of a token, over all layers of the group and all heads.
         dropped: blocks at the end of a hit that vLLM gives back: what a drafter has in the last one
             depends on the token behind it. They have to be cached all the same.
+        drafts: blocks of a request behind those of its tokens, for the most drafts of a step.
     """
 
     heads: int
     block_size: int
     token_bytes: int = 0
     dropped: int = field(default=0, kw_only=True)
+    drafts: int = field(default=0, kw_only=True)
 
     title: ClassVar[str]
     """Its name in error messages."""
@@ -253,6 +255,10 @@ class LinearAttention(StateKind):
     ended there: they are blocks of which a request needs the last one. Without, a block is as long
     as the longest context.
 
+    A step that verifies drafts has a slot for each of its tokens, the last computed one's first.
+    Before a switch the runner puts the state there (`worker/linear_states.py`): that slot alone
+    moves. A drafter has no such state, so a hit that it shortens needs the state at its new end.
+
     Attributes:
         slot_bytes: of a request's state, over all layers of the group and all heads.
     """
@@ -271,7 +277,7 @@ class LinearAttention(StateKind):
             and spec.mamba_cache_mode in ("none", "align")
             and len(spec.shapes) == 2
             and not spec.tp_replicated
-            and not spec.num_speculative_blocks
+            and not (spec.num_speculative_blocks and spec.mamba_type.name not in _WITH_DRAFTS)
             and not spec.num_prefill_checkpoint_blocks
             and not any(width % _WORD for _, _, widths in _parts_of_slot(spec) for width in widths)
         )
@@ -283,7 +289,8 @@ class LinearAttention(StateKind):
     @classmethod
     def of(cls, spec: Any, heads: int, layers: int, **more: int) -> StateKind:
         slot = spec.state_content_size_bytes * layers * heads // _key_heads(spec)
-        return cls(heads, spec.block_size, slot_bytes=slot, **more)
+        drafts = spec.num_speculative_blocks
+        return cls(heads, spec.block_size, slot_bytes=slot, drafts=drafts, **more)
 
     def heads_of(self, layout: Layout, tp_rank: int) -> range:
         if self.heads % layout.tp:
@@ -324,7 +331,15 @@ class LinearAttention(StateKind):
     def most_blocks(self, tokens: int, room: int) -> int:
         # The last state is there until the next one is. A step of many tokens needs no others,
         # though PAT's own requests for measurements have them.
-        return min(super().most_blocks(tokens, room), -(-room // self.block_size) + 1)
+        most = min(super().most_blocks(tokens, room), -(-room // self.block_size) + 1)
+        return most + self.drafts
+
+    def needed(self, blocks: int) -> range:
+        return self.held(max(0, blocks - self.dropped) * self.block_size)
+
+    def longest_hit(self, most: int, is_cached: Callable[[int], bool]) -> int:
+        lengths = range(most, 0, -1)
+        return next((n for n in lengths if all(map(is_cached, self.needed(n)))), 0)
 
 
 _WORD = 8
@@ -332,6 +347,8 @@ _WORD = 8
 _ROWS = {"GDN_ATTN": ("key", "key", "value"), "MAMBA2": ("value", "key", "key")}
 """What a row of the convolution's state has, one after the other, by vLLM's name of the kind:
 queries, keys and values; x, B and C."""
+_WITH_DRAFTS = ("GDN_ATTN",)
+"""Of those, the ones with which it is shown how drafts' states lie."""
 
 
 def _key_heads(spec: Any) -> int:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pat_vllm.layout import device_of
 from pat_vllm.models.drafters import OF_TEXT, OF_WEIGHTS, has_weights, methods_served
 from pat_vllm.models.layer_sizes import fields_of, linear_heads, may_have_experts
+from pat_vllm.models.model_classes import class_of
 from pat_vllm.models.model_rules import (
     KINDS_OF_MODELS,
     KV_SCALE,
@@ -183,9 +184,26 @@ def _drafts(vllm_config: VllmConfig) -> Any:
     speculative = vllm_config.speculative_config
     if speculative is None or speculative.method is None:
         return None
-    # vLLM 0.31, which has no such method, has other drafters.
-    use_v2 = bool(vllm_config.use_v2_model_runner and hasattr(speculative, "use_ngram"))
+    use_v2 = _drafts_with_v2(vllm_config)
     return None if speculative.method in methods_served(use_v2) else speculative.method
+
+
+def _drafts_with_v2(vllm_config: VllmConfig) -> bool:
+    """Whether drafts are made with Model Runner V2, as from vLLM 0.32 on."""
+    # vLLM 0.31, which has no such method, has other drafters.
+    speculative = vllm_config.speculative_config
+    return bool(vllm_config.use_v2_model_runner and hasattr(speculative, "use_ngram"))
+
+
+def _drafts_of_linear(vllm_config: VllmConfig) -> Any:
+    """The method of drafts, if PAT does not carry the states that they leave."""
+    speculative, model = vllm_config.speculative_config, vllm_config.model_config
+    if speculative is None or speculative.method is None:
+        return None
+    known = class_of(fields_of(model.hf_text_config))
+    are_carried = known is not None and known.linear == "delta_net"
+    served = _drafts_with_v2(vllm_config) and speculative.method in ("mtp", "ngram_gpu")
+    return None if are_carried and served else speculative.method
 
 
 def _of_drafter(option: str, served: Any, allowed: str) -> Rule:
@@ -412,8 +430,9 @@ RULES = (
     # Rules for models with linear attention.
     Rule(
         "speculative_config",
-        _other_than("speculative_config.method"),
-        "None: a draft's states cannot be shared among layouts yet",
+        _drafts_of_linear,
+        "mtp, ngram_gpu, of Gated DeltaNet with Model Runner V2: layouts cannot share the states "
+        "of other drafts yet",
         linear=True,
     ),
     _only("cache_config.mamba_cache_mode", "none", "align", linear=True),

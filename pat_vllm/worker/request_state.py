@@ -28,6 +28,7 @@ from pat_vllm.patches.runners import (
     share_penalty_counts,
 )
 from pat_vllm.worker.drafters.install import forget_texts
+from pat_vllm.worker.linear_states import settle
 from pat_vllm.worker.logits_processors import CarriedState, Lists, Packed, is_users
 
 if TYPE_CHECKING:
@@ -49,6 +50,11 @@ class RequestStateTransfer(Protocol):
 
     def watch(self, runner: Any) -> None:
         """Look at a runner that is complete, and has had no requests yet."""
+        ...
+
+    def settle(self, runner: Any, request_ids: Iterable[str]) -> None:
+        """Have the KV cache of those of the requests that `runner` knows look as if no step had
+        verified drafts of theirs. Every rank calls it, before anything moves."""
         ...
 
     def take(self, runner: Any, request_ids: Iterable[str]) -> dict[str, RequestState]:
@@ -160,6 +166,9 @@ class V1RequestStateTransfer:
             state = CarriedState(processor, batch.max_num_reqs, runner.device)
             restore_added_rows(processor, method, partial(_restore_added, runner, state))
             carried.append(state)
+
+    def settle(self, runner: RunnerV1, request_ids: Iterable[str]) -> None:
+        return  # with drafts, linear attention is refused
 
     def take(self, runner: RunnerV1, request_ids: Iterable[str]) -> dict[str, _V1State]:
         states = {}
@@ -280,6 +289,9 @@ class V2RequestStateTransfer:
             assert sampler is not None
             self.keeps_states = True
             restore_written_rows(sampler, partial(_restore_written, runner, carried))
+
+    def settle(self, runner: RunnerV2, request_ids: Iterable[str]) -> None:
+        settle(runner, request_ids)
 
     def take(self, runner: RunnerV2, request_ids: Iterable[str]) -> dict[str, _V2State]:
         carried, rows = self._carried.get(id(runner), ()), runner.req_states.req_id_to_index

@@ -75,7 +75,7 @@ def make_requests(
         blocks = []
         for kind in kinds:
             null = kind.held(computed).start
-            count = kind.held(length + room).stop - null
+            count = kind.held(length + room).stop - null + kind.drafts
             blocks.append((NULL_BLOCK,) * null + tuple(range(first_block, first_block + count)))
             first_block += count
         requests.append(

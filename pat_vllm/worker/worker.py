@@ -358,6 +358,7 @@ class PATWorkerMixin(WeightUpdatesMixin, _Base):
         states = gather_states(
             self._state_transfer, source.runner, command, self.rank, cpu_world_group()
         )
+        self._state_transfer.settle(source.runner, command.placement)
         gathered = clock()
 
         # 5. Reshard: queued first on a GPU, where it runs beside 4.

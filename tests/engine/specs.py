@@ -234,6 +234,24 @@ SELF_DRAFTS, MTP, EAGLE3 = (
         ("eagle3", "repeating", {"model": "eagle3", "num_speculative_tokens": 2}, 0),
     )
 )
+# And of linear attention, with slots for drafts.
+MTP_LINEAR = EngineSpec(
+    "V2 mtp of linear attention",
+    "qwen3_next_mtp",
+    2,
+    IN_PLACE | CUT,
+    {**MTP.options, "max_num_batched_tokens": 96},
+    model_runner_v2=True,
+)
+# Without prefix caching, these are all that a request has.
+NGRAM_LINEAR = EngineSpec(
+    "V2 n-grams of linear attention",
+    "qwen3_next_mtp",
+    2,
+    IN_PLACE | SPREAD,
+    {**MTP_LINEAR.options, "speculative_config": V2_NGRAM, "enable_prefix_caching": False},
+    model_runner_v2=True,
+)
 V2_DRAFTS = EngineSpec(
     "V2 drafts of a mixture",
     "repeating_moe",

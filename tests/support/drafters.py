@@ -44,6 +44,33 @@ def mimo(path: Path) -> None:
     _rewrite(path, change)
 
 
+def qwen3_next(path: Path) -> None:
+    """Give a Qwen3-Next model an MTP module of full attention and experts, as `mimo` does."""
+    import torch
+
+    def change(config: dict[str, Any], weights: Weights) -> tuple[dict[str, Any], Weights]:
+        hidden, last = config["hidden_size"], config["num_hidden_layers"] - 1
+        layer = f"model.layers.{last}."
+        module = {
+            name.replace(layer, "mtp.layers.0."): w * (0.05 if _leaves_a_layer(name) else 0.9)
+            for name, w in weights.items()
+            if name.startswith(layer)
+        }
+        ones, zeros = torch.eye(hidden), torch.zeros(hidden, hidden)
+        module["mtp.fc.weight"] = torch.cat([ones, zeros], dim=1)
+        for norm in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
+            module[f"mtp.{norm}.weight"] = torch.zeros(hidden)  # what is added to 1
+        dtype = weights[f"{layer}input_layernorm.weight"].dtype
+        own = {name: w.to(dtype).contiguous() for name, w in module.items()}
+        return config | {"num_nextn_predict_layers": 1}, weights | own
+
+    _rewrite(path, change)
+
+
+def _leaves_a_layer(name: str) -> bool:
+    return name.endswith(("o_proj.weight", "down_proj.weight"))
+
+
 def eagle3(path: Path) -> None:
     """Make of a model an EAGLE-3 drafter for it: without embeddings, with a head of its own."""
     import torch
@@ -90,6 +117,7 @@ DRAFTERS: Mapping[str, tuple[str, Callable[[Path], None]]] = {
     f"{name}{updated}": (f"{spec}{updated}", finish)
     for name, (spec, finish) in {
         "mimo": ("repeating_qwen2", mimo),
+        "qwen3_next_mtp": ("interrupted_next", qwen3_next),
         "eagle3": ("repeating", eagle3),
     }.items()
     for updated in ("", "_updated")

@@ -145,8 +145,11 @@ SPECS: dict[str, dict[str, Any]] = {
     "repeating_gpt_oss": dict(GPT_OSS, repeat=1.2),
     # And latent attention.
     "repeating_deepseek": dict(DEEPSEEK, repeat=2.2),
-    # And linear attention: text in 16 bits goes on alike for long.
+    # And linear attention: text in 16 bits goes on alike for long; ...
     "repeating_next": dict(QWEN3_NEXT, repeat=2.2),
+    # ... for 32 bits and an MTP module.
+    "interrupted_next": dict(QWEN3_NEXT, repeat=1.2),
+    "interrupted_next_updated": dict(QWEN3_NEXT, repeat=1.2, seed=1),
     # For GPUs (tests/gpu): heads as wide as those of real models, in 16 bits.
     "wide": dict(WIDE, seed=0),
     "wide_updated": dict(WIDE, seed=1),

@@ -148,17 +148,11 @@ def _longest_prefix(
             continue
         hashes = [[chain[place] for place in of_group] for of_group in places]
         blocks = [find(of_group, group) for group, of_group in enumerate(hashes)]
-        gaps = [
-            place
-            for of_group, found in zip(places, blocks, strict=True)
-            for place, block in zip(of_group, found, strict=True)
-            if block is None
-        ]
+        gaps = any(block is None for found in blocks for block in found)
         if not gaps:
             return [
                 dict(zip(of_group, found, strict=True))  # type: ignore[arg-type]
                 for of_group, found in zip(hashes, blocks, strict=True)
             ]
-        # A prefix beyond the first gap would need the block that is not there.
-        length = longest_hit(kinds, min(gaps), is_cached)
+        length = longest_hit(kinds, length - 1, is_cached)
     return []

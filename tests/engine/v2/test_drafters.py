@@ -6,7 +6,7 @@ A drafter that is the target itself tells whether its KV is whole: all that it d
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,23 +17,26 @@ import pat_vllm
 from pat_vllm.predictor.adaptive import AdaptivePolicy
 from pat_vllm.profile import Profile
 from pat_vllm.scheduler.replica import Replica
-from tests.engine.specs import EAGLE3, MTP, SELF_DRAFTS, V2_CHUNK
+from tests.engine.specs import EAGLE3, MTP, MTP_LINEAR, NGRAM_LINEAR, SELF_DRAFTS, V2_CHUNK
+from tests.engine.test_weight_updates import PLAIN
 from tests.engine.v2.batch import most_tokens, sizes_of, tour
-from tests.support.engines import Job, Outcome, run, scheduler_of
+from tests.support.drafters import DRAFTERS
+from tests.support.engines import GATED_DELTA_NET, Job, Outcome, run, scheduler_of
 from tests.support.models import phrase, random_model
 from tests.support.pool import EngineSpec, go_home
 from tests.support.same import PLAIN_TOLERANCE, assert_same
 from tests.support.stock import stock_answers
 
-pytestmark = pytest.mark.engine(SELF_DRAFTS, MTP, EAGLE3)
+pytestmark = pytest.mark.engine(SELF_DRAFTS, MTP, EAGLE3, MTP_LINEAR, NGRAM_LINEAR)
 
 ENGINES = {
     "test_all_drafts_are_right_from_the_second_step_after_a_switch": [SELF_DRAFTS],
     "test_all_drafts_are_right_when_the_draft_length_has_been_0": [SELF_DRAFTS],
     "test_drafts_are_right_after_an_update_of_both": [SELF_DRAFTS],
-    "test_text_is_that_without_drafts": [MTP, EAGLE3],
+    "test_text_is_that_without_drafts": [MTP, EAGLE3, MTP_LINEAR],
     "test_drafts_are_planned_by_a_profile_with_their_passes": [MTP],
     "test_earlier_responses_draft_where_more_of_them_is_accepted": [MTP],
+    "test_linear_attention_goes_on_from_the_last_accepted_token": [MTP_LINEAR, NGRAM_LINEAR],
 }
 GREEDY = {"temperature": 0.0, "logprobs": 0, "ignore_eos": True}
 
@@ -42,7 +45,7 @@ def batch(model: str, tokens: int = 20, seed: int = 4) -> dict[str, Job]:
     """Greedy requests. The last comes late, and finds the first one's prompt in the cache."""
     rng = random.Random(seed)
     prompts = [[rng.randrange(3, 400) for _ in range(n)] for n in (2 * V2_CHUNK + 7, 5, 40)]
-    if "repeating" in model or model.startswith("mimo"):
+    if "repeating" in model or model in DRAFTERS:
         prompts[1] += phrase("repeating", 20, start=1)
     jobs = {
         f"r{i}": Job(prompt, GREEDY | {"max_tokens": tokens}) for i, prompt in enumerate(prompts)
@@ -51,12 +54,16 @@ def batch(model: str, tokens: int = 20, seed: int = 4) -> dict[str, Job]:
     return jobs
 
 
-def without_drafts(model: str, seed: int = 4) -> dict[str, Outcome]:
-    """What stock vLLM gives for the batch without speculation."""
+def without_drafts(
+    model: str, jobs: Mapping[str, Job] | None = None, seed: int = 4
+) -> dict[str, Outcome]:
+    """What stock vLLM gives for these requests, or the batch, without speculation."""
+    jobs = batch(model, seed=seed) if jobs is None else jobs
     with pytest.MonkeyPatch.context() as patch:
         # This process has no interpreter of Triton's, and runs a stock engine's only rank.
         patch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
-        return stock_answers(model, batch(model, seed=seed), max_model_len=256)
+        plain = PLAIN if model.startswith(GATED_DELTA_NET) else {}
+        return stock_answers(model, jobs, max_model_len=256, **plain)
 
 
 class Verified:
@@ -210,3 +217,39 @@ def test_earlier_responses_draft_where_more_of_them_is_accepted(llm: Any) -> Non
         assert_same(outcomes, without_drafts("mimo", seed=5), PLAIN_TOLERANCE)
         shares.append(accepted / drafted)
     assert shares[1] > shares[0] + 0.1, shares
+
+
+def test_linear_attention_goes_on_from_the_last_accepted_token(llm: Any, spec: EngineSpec) -> None:
+    """Switches at every second step: also where drafts reach into another block of 64 tokens, where
+    a step verifies none, and beside a request that is given up. A prompt is found in the cache, if
+    there is one."""
+    rng = random.Random(5)
+    few = GREEDY | {"max_tokens": 40}
+    jobs = {f"r{n}": Job([rng.randrange(3, 400) for _ in range(n)], few) for n in (150, 33, 60, 97)}
+    jobs["late"] = Job([*jobs["r150"].prompt, 7, 8], few, arrives=45)
+    given_up = Job([5] * 50, GREEDY | {"max_tokens": 100})
+    lengths = {0: 2, 20: 0, 26: 2, 36: 1}
+    before_switches: list[tuple[int, int]] = []
+    seen: dict[str, Outcome] = {}
+
+    def before_step(step: int) -> None:
+        if step in lengths:
+            pat_vllm.speculate(llm, lengths[step])
+        if step == 17:
+            llm.llm_engine.abort_request(["given up"])
+        if step % 2:
+            counts.take()
+        elif step:
+            before_switches.append(counts.take())
+            assert pat_vllm.switch(llm, tp=1 + step // 2 % 2)
+
+    go_home(llm)
+    with verified() as counts:
+        outcomes = run(llm, jobs | {"given up": given_up}, before_step, seen)
+    outcomes.pop("given up", None)
+    assert_same(outcomes, without_drafts(spec.model, jobs), PLAIN_TOLERANCE)
+    cached = outcomes["late"].num_cached_tokens
+    assert bool(cached) == spec.options.get("enable_prefix_caching", True)
+    drafted, accepted = map(sum, zip(*before_switches, strict=True))
+    assert 10 < accepted < drafted, before_switches
+    assert sum(switch.migrated for switch in pat_vllm.report(llm).switches) > 20

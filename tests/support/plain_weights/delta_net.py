@@ -50,10 +50,32 @@ def _core(
     if context.attn_metadata is None:
         return
     layer, metadata = context.no_compile_layers[name], context.attn_metadata[name]
-    convs, states = layer.kv_cache
-    slots, decodes = metadata.non_spec_state_indices_tensor.long(), metadata.num_decodes
     decay = torch.exp(-layer.A_log.float().exp() * softplus(a.float() + layer.dt_bias.float()))
     beta, mixed_qkv = b.float().sigmoid(), mixed_qkv.float()
+    if metadata.spec_sequence_masks is None:
+        _go_on(layer, metadata, mixed_qkv, decay, beta, out)
+        return
+    of_drafts, others = metadata.spec_token_indx.long(), metadata.non_spec_token_indx.long()
+    for tokens, run in ((of_drafts, _verify), (others, _go_on)):
+        if len(tokens):
+            own = out[tokens]
+            run(layer, metadata, mixed_qkv[tokens], decay[tokens], beta[tokens], own)
+            out[tokens] = own
+
+
+def _go_on(
+    layer: Any,
+    metadata: Any,
+    mixed_qkv: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """Run the sequences that verify no drafts, as `_core` does all; `decay` and `beta` in the place
+    of `a` and `b`."""
+    convs, states = layer.kv_cache
+    convs = convs[:, : layer.conv1d.weight.shape[-1] - 1]  # the rest is for drafts
+    slots, decodes = metadata.non_spec_state_indices_tensor.long(), metadata.num_decodes
     if decodes:
         own = slots[:decodes]
         seen = torch.cat([convs[own].float(), mixed_qkv[:decodes, None]], dim=1)
@@ -76,6 +98,37 @@ def _core(
             state, o = _step(state, q[t], k[t], v[t], decay[at], beta[at])
             out[at] = o.to(out.dtype)
         states[slot] = state.to(states.dtype)
+
+
+def _verify(
+    layer: Any,
+    metadata: Any,
+    mixed_qkv: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """Run the sequences that verify drafts, as `_go_on` does the others.
+
+    A sequence goes on from the state of the last token that it accepted in the step before. The
+    state of each token of this step comes into a slot of its own, and the tokens that the
+    convolution saw into the first slot.
+    """
+    convs, states = layer.kv_cache
+    before = layer.conv1d.weight.shape[-1] - 1
+    starts = metadata.spec_query_start_loc.tolist()
+    for i in range(metadata.num_spec_decodes):
+        slots, start, end = metadata.spec_state_indices_tensor[i].long(), starts[i], starts[i + 1]
+        refused_after = int(metadata.num_accepted_tokens[i]) - 1
+        window = convs[slots[0], refused_after : refused_after + before].float()
+        seen = torch.cat([window, mixed_qkv[start:end]])
+        convs[slots[0], : len(seen) - 1] = seen[1:].to(convs.dtype)
+        q, k, v = _heads(layer, seen.unfold(0, before + 1, 1))
+        state = states[slots[refused_after]].float()
+        for t in range(end - start):
+            at = start + t
+            state, o = _step(state, q[t], k[t], v[t], decay[at], beta[at])
+            states[slots[t]], out[at] = state.to(states.dtype), o.to(out.dtype)
 
 
 def _zeros(like: torch.Tensor) -> torch.Tensor:

@@ -32,6 +32,14 @@ EVERY = st.one_of(
     ),
     st.builds(ChunkedAttention, st.just(8), SIZES, SIZES, chunk=st.integers(1, 20)),
     st.builds(LinearAttention, st.just(8), SIZES, slot_bytes=SIZES),
+    st.builds(
+        LinearAttention,
+        st.just(8),
+        SIZES,
+        slot_bytes=SIZES,
+        dropped=st.just(1),
+        drafts=st.integers(0, 3),
+    ),
     st.builds(LaterHalf, st.just(8), SIZES, SIZES),
 )
 
@@ -86,6 +94,12 @@ def test_the_block_that_a_hit_drops_is_not_the_windows() -> None:
     assert kind.longest_hit(9, {2, 3, 4, 7, 8}.__contains__) == 5
 
 
+def test_a_drafter_has_no_state_in_the_block_that_a_hit_drops() -> None:
+    kind = LinearAttention(8, 4, slot_bytes=4, dropped=1)
+    assert [*kind.needed(5)] == [3] and [*kind.needed(1)] == []
+    assert kind.longest_hit(9, {1, 5}.__contains__) == 7 and kind.longest_hit(9, set().__contains__)
+
+
 def test_figures_of_a_model_with_windows() -> None:
     """Of Gemma 3's pattern: five layers of windows for one of full attention."""
     windows = [SlidingWindow(4, 16, 5, window=1024)] * 5
@@ -120,6 +134,9 @@ def test_figures_of_a_model_with_linear_attention() -> None:
     assert carried_tokens(kinds, 1) == 1 + 6000
     assert carried_tokens(kinds, 8000) == 8000 + 6000
     # Without prefix caching a slot is a block for the longest context.
+    # With two drafts it has three for each request, wherever it is.
+    drafted = LinearAttention(16, 1056, slot_bytes=4000, drafts=2)
+    assert num_blocks((drafted,), 8 * 1056, room=1) == 2 + 2 and drafted.bytes_held(8000) == 4000
     (slot,) = {kind.held(5000) for kind in [LinearAttention(16, 1 << 15, slot_bytes=4000)] * 3}
     assert slot == range(1)
     with pytest.raises(ValueError, match="16 key heads of linear attention cannot be split"):

@@ -51,6 +51,14 @@ vllm.model_executor.layers.mamba.mamba_mixer2.MambaMixer2.__init__
 vllm.model_executor.layers.mamba.mamba_mixer2.MambaMixer2.get_kv_cache_spec
     spec = super\(\)\.get_kv_cache_spec\(vllm_config\)(?s:.*)num_prefill_checkpoint_blocks=1
     what `end_prompts_parts_with_blocks` puts in its place is what it changes
+vllm.v1.worker.mamba_utils._copy_mamba_state_block
+    (?s)src_block_addr \+ \(token_idx \+ token_bias\) \* token_bytes.*
+    block_table_base \+ src_col \+ token_bias
+    of drafts' states that of the last accepted token lies where `settle` looks for it
+vllm.v1.worker.gpu.model_states.mamba_hybrid.MambaHybridModelState.add_request
+    (?s)num_accepted_tokens_gpu\[req_index\]\.fill_\(1\).*
+    new_req_data\.num_computed_tokens - 1\) //
+    a request that comes goes on from where `settle` has put its state
 vllm.v1.worker.utils.allocate_kv_cache
     torch\.zeros\(\w+, dtype=torch\.int8, device=\w+\)
     the one allocation that the shared buffer answers

@@ -29,16 +29,17 @@ BLOCK = 16
 DELTA_NET, MAMBA2 = MambaAttentionBackendEnum.GDN_ATTN, MambaAttentionBackendEnum.MAMBA2
 
 
-def spec(tp: int, page: int = 0, kind: Any = DELTA_NET, **other: Any) -> MambaSpec:
+def spec(tp: int, page: int = 0, kind: Any = DELTA_NET, drafts: int = 0, **other: Any) -> MambaSpec:
     """vLLM's, of a rank of a layout."""
     shapes = MambaStateShapeCalculator.gated_delta_net_state_shape(
-        tp, KEYS, KEYS * EACH, KEY, WIDTH, ROWS + 1
+        tp, KEYS, KEYS * EACH, KEY, WIDTH, ROWS + 1, drafts
     )
     if kind is MAMBA2:
         shapes = MambaStateShapeCalculator.mamba2_state_shape(
-            tp, KEYS * EACH * WIDTH, KEYS, KEYS * EACH, WIDTH, KEY, ROWS + 1
+            tp, KEYS * EACH * WIDTH, KEYS, KEYS * EACH, WIDTH, KEY, ROWS + 1, drafts
         )
     given = {"mamba_type": kind, "mamba_cache_mode": "align"} | other
+    given |= {"num_speculative_blocks": drafts}
     return MambaSpec(
         block_size=BLOCK,
         shapes=shapes,
@@ -92,7 +93,8 @@ def filled(layout: Layout, base: Layout, of_base: MambaSpec, blocks: int, seed: 
     generator = torch.Generator().manual_seed(seed)
     ratio = base_ratio(layout, base)
     narrowed = LinearAttention(KEYS, BLOCK).narrow(of_base, layout, ratio)
-    own = spec(layout.tp, narrowed.page_size_padded or 0, of_base.mamba_type)
+    drafts = of_base.num_speculative_blocks
+    own = spec(layout.tp, narrowed.page_size_padded or 0, of_base.mamba_type, drafts)
     assert narrowed == own, "as vLLM has it"
     size = of_base.page_size_bytes * blocks
     return [
@@ -110,16 +112,16 @@ def base_ratio(layout: Layout, base: Layout) -> int:
 @given(
     st.sampled_from([(a, b) for a in (1, 2, 4, 8) for b in (1, 2, 4, 8)]),
     st.sampled_from([0, 1024]),
-    st.sampled_from([DELTA_NET, MAMBA2]),
+    st.sampled_from([(DELTA_NET, 0), (DELTA_NET, 2), (MAMBA2, 0)]),
     st.integers(0, 1 << 16),
 )
 def test_states_move_whole_and_nothing_else_is_written(
-    tps: tuple[int, int], padding: int, of_kind: Any, seed: int
+    tps: tuple[int, int], padding: int, of_kind: tuple[Any, int], seed: int
 ) -> None:
     source, target = (Layout.of(tp, 8) for tp in tps)
     base, rng = Layout.of(1, 8), random.Random(seed)
-    slot_bytes = spec(1, kind=of_kind).page_size_bytes
-    of_base = spec(1, slot_bytes + padding, of_kind)
+    slot_bytes = spec(1, 0, *of_kind).page_size_bytes
+    of_base = spec(1, slot_bytes + padding, *of_kind)
     before = filled(source, base, of_base, 6, seed)
     after = filled(target, base, of_base, 6, seed + 1)
     kind, untouched = LinearAttention(KEYS, BLOCK), [rank.memory.clone() for rank in after]
@@ -161,15 +163,18 @@ def test_what_is_served() -> None:
     for kind in (DELTA_NET, MAMBA2):
         served: list[dict[str, Any]] = [{}, {"mamba_cache_mode": "none"}]
         assert {class_of(spec(2, kind=kind, **options)) for options in served} == {LinearAttention}
-        for other in (
+        others: list[dict[str, Any]] = [
             {"mamba_cache_mode": "all"},
-            {"num_speculative_blocks": 2},
             {"num_prefill_checkpoint_blocks": 1},
             {"tp_replicated": True},
-        ):
+        ]
+        for other in others:
             assert class_of(spec(2, kind=kind, **other)) is None
         assert LinearAttention.heads_in(spec(2, kind=kind), 4, tp=2) == KEYS
     assert class_of(spec(2, kind=MambaAttentionBackendEnum.MAMBA1)) is None
+    assert class_of(spec(2, drafts=2)) is LinearAttention
+    assert class_of(spec(2, kind=MAMBA2, drafts=2)) is None
+    assert LinearAttention.of(spec(2, drafts=2), KEYS, 1).drafts == 2
     attention = FullAttentionSpec(
         block_size=BLOCK, num_kv_heads=2, head_size=8, dtype=torch.bfloat16
     )

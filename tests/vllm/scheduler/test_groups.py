@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
 )
@@ -31,6 +33,18 @@ def window(tokens: int) -> Any:
     return spec(SlidingWindowSpec, sliding_window=tokens)
 
 
+def states(drafts: int = 0) -> Any:
+    """Of linear attention, one for each block of tokens."""
+    return MambaSpec(
+        block_size=BLOCK_SIZE,
+        shapes=((3 + drafts, 4 * 64), (2, 64, 64)),
+        dtypes=(torch.bfloat16, torch.float32),
+        mamba_type=MambaAttentionBackendEnum.GDN_ATTN,
+        mamba_cache_mode="align",
+        num_speculative_blocks=drafts,
+    )
+
+
 GROUPS = {
     "full": [FULL],
     "latent": [replace(spec(MLAAttentionSpec), num_kv_heads=1)],
@@ -41,12 +55,16 @@ GROUPS = {
     "chunks": [FULL, spec(ChunkedLocalAttentionSpec, attention_chunk_size=64)],
     "several": [FULL, window(40), window(5), window(40)],
 }
+# Requests grow otherwise in these.
+LINEAR = {"linear": [FULL, states(), states()], "linear, drafts": [FULL, states(2), states(2)]}
 
 
 def replica_of(name: str, ahead: bool = False) -> Any:
     """What PAT asks of a replica, over a manager of vLLM's; `ahead`: with a drafter that reads
     the next token."""
-    config = kv_cache_config(100, GROUPS[name])
+    config = kv_cache_config(100, (GROUPS | LINEAR)[name])
+    # vLLM says of an MTP module which group it is in.
+    config.kv_cache_groups[0].is_eagle_group = ahead and name in LINEAR
     manager = KVCacheManager(config, 4096, BLOCK_SIZE, BLOCK_SIZE, use_eagle=ahead, log_stats=False)
     kinds = kinds_of(config, Layout(1, 1), 8, ahead)
     return SimpleNamespace(scheduler=SimpleNamespace(kv_cache_manager=manager), kinds=kinds)
@@ -100,8 +118,10 @@ def test_refused_drafts_leave_what_the_next_step_reads(replica: Any) -> None:
     assert beyond > 20, "no draft had a block of its own"
 
 
-def test_hits_are_those_of_vllm(replica: Any) -> None:
+@pytest.mark.parametrize("name", [*GROUPS, *LINEAR])
+def test_hits_are_those_of_vllm(name: str) -> None:
     """While requests with prefixes in common come and go, and blocks are evicted."""
+    replica = replica_of(name)
 
     def check(request: Any, computed: int) -> int:
         cached = num_cached(replica, request.block_hashes[: (request.num_tokens - 1) // BLOCK_SIZE])
@@ -111,7 +131,7 @@ def test_hits_are_those_of_vllm(replica: Any) -> None:
     check_hits(replica, check)
 
 
-@pytest.mark.parametrize("name", ["full", "windows", "several"])
+@pytest.mark.parametrize("name", ["full", "windows", "several", "linear, drafts"])
 def test_hits_with_a_drafter_that_reads_ahead(name: str) -> None:
     """A block less than what is cached for them. One group alone is looked up without that of the
     last token."""
@@ -126,6 +146,10 @@ def test_hits_with_a_drafter_that_reads_ahead(name: str) -> None:
     check_hits(replica, check)
 
 
+def has_states(replica: Any) -> bool:
+    return any(kind.padded for kind in replica.kinds)
+
+
 def check_hits(replica: Any, check: Callable[[Any, int], int]) -> None:
     """Have `check` compare each request's computed tokens, and return blocks that are cached."""
     manager = replica.scheduler.kv_cache_manager
@@ -137,11 +161,17 @@ def check_hits(replica: Any, check: Callable[[Any, int], int]) -> None:
         request = request_of(f"{i}", tokens, 1)
         blocks, computed, _ = manager.get_computed_blocks(request)
         lengths.add(check(request, computed))
-        new = request.num_tokens - computed
-        if manager.allocate_slots(request, new, computed, blocks) is None:
-            continue
-        request.num_computed_tokens = request.num_tokens
-        manager.free(request)
+        # States are kept where a part of a prompt ends, at the end of a block.
+        ends = {BLOCK_SIZE * rng.randrange(20) for _ in range(3 * has_states(replica))}
+        for end in sorted({end for end in ends if computed < end < len(tokens)} | {len(tokens)}):
+            manager.new_step_starts()
+            done = max(computed, request.num_computed_tokens)
+            hit = () if request.num_computed_tokens else (computed, blocks)
+            if manager.allocate_slots(request, end - done, *hit) is None:
+                break
+            request.num_computed_tokens = end
+        if request.num_computed_tokens:
+            manager.free(request)
     assert len(lengths) > 5
 
 
