@@ -189,7 +189,7 @@ def estimate(model: ModelSize, engine: EngineShape, device: Device) -> RankMemor
     ]
     of_kv = with_kv_of(model, engine.drafter)
     block_size = of_kv.block_size(layouts[0].tp, engine.block_size)
-    share = _kv_share(of_kv, engine.max_model_len, block_size)
+    share = _kv_share(of_kv, engine.max_model_len, block_size, engine.num_speculative_tokens)
     requested = int(device.memory * engine.gpu_memory_utilization)
     free = requested - weights - tables - groups - early
     staged = (
@@ -225,21 +225,23 @@ def _layers_by_kind(model: ModelSize) -> tuple[int, int, int]:
     return whole, model.window_layers, model.linear.layers if model.linear else 0
 
 
-def _kv_share(model: ModelSize, tokens: int, block_size: int) -> float:
+def _kv_share(model: ModelSize, tokens: int, block_size: int, drafts: int) -> float:
     """Memory of a context of so many tokens, as a share of its KV if all layers had full attention.
 
     vLLM fills groups up to one size: layers that are missing in a group take memory as well. In
     layers with linear attention, a context has two blocks of each group, whatever its length: that
-    of its state, and one while the state goes to the next.
+    of its state, and one while the state goes to the next. It has another for each of the drafts
+    that a step may verify.
     """
     # Tokens whose blocks a context holds, by kind as in `_layers_by_kind`.
-    held = tokens, min(tokens, model.window + block_size), min(tokens, 2 * block_size)
+    slots = min(tokens, 2 * block_size) + drafts * block_size
+    held = tokens, min(tokens, model.window + block_size), slots
     of_kinds = _layers_by_kind(model)
     size = num_regions(of_kinds)
-    slots = sum(
+    total = sum(
         -(-layers // size) * size * each for layers, each in zip(of_kinds, held, strict=True)
     )
-    return slots / (model.attention_layers * tokens)
+    return total / (model.attention_layers * tokens)
 
 
 def static_engine(engine: EngineShape, layout: Layout) -> EngineShape:

@@ -65,7 +65,7 @@ def configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[int, VllmCo
     return by_tp
 
 
-def slot(config: VllmConfig) -> MambaSpec:
+def slot(config: VllmConfig, drafts: int = 0) -> MambaSpec:
     """As a layer has it."""
     cache = config.cache_config
     return MambaSpec(
@@ -75,6 +75,7 @@ def slot(config: VllmConfig) -> MambaSpec:
         page_size_padded=cache.mamba_page_size_padded,
         mamba_type=MambaAttentionBackendEnum.GDN_ATTN,
         mamba_cache_mode=cache.mamba_cache_mode,
+        num_speculative_blocks=drafts,
     )
 
 
@@ -104,16 +105,19 @@ def test_layouts_have_one_size_of_blocks(configs: dict[int, VllmConfig]) -> None
         assert filled == pytest.approx(2 / tp, rel=0.02)
 
 
-@pytest.mark.parametrize("base_tp", [1, 2])
+@pytest.mark.parametrize(("base_tp", "drafts"), [(1, 0), (2, 0), (1, 3)])
 @pytest.mark.parametrize("blocks", [2, 31])
-def test_contexts_that_fit(configs: dict[int, VllmConfig], blocks: int, base_tp: int) -> None:
+def test_contexts_that_fit(
+    configs: dict[int, VllmConfig], blocks: int, base_tp: int, drafts: int
+) -> None:
     """Of whole blocks, what vLLM's plan holds of the longest contexts, in every layout."""
     base, kv = configs[base_tp], 4 << 30
     Platform._align_hybrid_block_size(base, Backend)  # type: ignore[arg-type]
     size = base.cache_config.block_size
     heads: dict[str, Any] = {"num_kv_heads": 2 // base_tp, "head_size": 256}
     attention = FullAttentionSpec(block_size=size, dtype=torch.bfloat16, **heads)
-    specs = {f"layers.{i}": attention if i % 4 == 3 else slot(base) for i in range(48)}
+    slots = slot(base, drafts)
+    specs = {f"layers.{i}": attention if i % 4 == 3 else slots for i in range(48)}
     base.cache_config.kv_cache_layout = "HND"
     groups = planning.get_kv_cache_groups(base, specs)
     planned = planning.get_kv_cache_config_from_groups(base, groups, kv)
@@ -121,11 +125,16 @@ def test_contexts_that_fit(configs: dict[int, VllmConfig], blocks: int, base_tp:
     kinds = kinds_of(planned, layouts[0], num_kv_heads=2)
     model, context = ModelSize.of(SIZES), blocks * size
     shape = EngineShape(
-        tuple(layouts), max_model_len=context, block_size=16, kv_cache_memory_bytes=kv
+        tuple(layouts),
+        max_model_len=context,
+        block_size=16,
+        kv_cache_memory_bytes=kv,
+        num_speculative_tokens=drafts,
     )
     estimated = estimate(model, shape, Device(80 << 30)).kv_tokens
     for layout in layouts:
         own = layout_kv_cache_config(planned, layout, layouts[0], kinds).num_blocks
         fits = own / num_blocks(kinds, context, room=size) * context
         print(f"{layout}: {fits:.0f} tokens, {estimated[layout.tp]} estimated")
-        assert estimated[layout.tp] == pytest.approx(fits, rel=0.02)
+        # Whole blocks are estimated.
+        assert estimated[layout.tp] == pytest.approx(fits, rel=0.02, abs=size if drafts else 0)
