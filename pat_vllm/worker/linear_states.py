@@ -15,6 +15,14 @@ _COPIED = 64 << 20
 """Bytes of a layer's states that are copied at once."""
 
 
+def has_slots_for_drafts(runner: RunnerV2) -> bool:
+    """Whether there is something to `settle`."""
+    from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
+
+    has_states = isinstance(runner.model_state, MambaHybridModelState)
+    return has_states and runner.speculative_config is not None
+
+
 def settle(runner: RunnerV2, request_ids: Iterable[str]) -> None:
     """Put the state of each of these requests where it is without drafts. No step is in flight.
 
@@ -30,8 +38,7 @@ def settle(runner: RunnerV2, request_ids: Iterable[str]) -> None:
     from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 
     states = runner.model_state
-    if runner.speculative_config is None or not isinstance(states, MambaHybridModelState):
-        return
+    assert isinstance(states, MambaHybridModelState)
     known = runner.req_states.req_id_to_index
     rows = torch.tensor(
         [known[id_] for id_ in request_ids if id_ in known], dtype=torch.long, device=runner.device

@@ -28,7 +28,7 @@ from pat_vllm.patches.runners import (
     share_penalty_counts,
 )
 from pat_vllm.worker.drafters.install import forget_texts
-from pat_vllm.worker.linear_states import settle
+from pat_vllm.worker.linear_states import has_slots_for_drafts, settle
 from pat_vllm.worker.logits_processors import CarriedState, Lists, Packed, is_users
 
 if TYPE_CHECKING:
@@ -275,9 +275,11 @@ class V2RequestStateTransfer:
 
     def __init__(self) -> None:
         self.keeps_states = False
+        self._settles = False
         self._carried: dict[int, list[CarriedState]] = {}
 
     def watch(self, runner: RunnerV2) -> None:
+        self._settles = has_slots_for_drafts(runner)
         states, sampler = runner.req_states, runner.sampler
         # A model may bring a sampler of its own, which has none.
         processors = [p for p in getattr(sampler, "logits_processors", ()) if is_users(p)]
@@ -291,7 +293,8 @@ class V2RequestStateTransfer:
             restore_written_rows(sampler, partial(_restore_written, runner, carried))
 
     def settle(self, runner: RunnerV2, request_ids: Iterable[str]) -> None:
-        settle(runner, request_ids)
+        if self._settles:
+            settle(runner, request_ids)
 
     def take(self, runner: RunnerV2, request_ids: Iterable[str]) -> dict[str, _V2State]:
         carried, rows = self._carried.get(id(runner), ()), runner.req_states.req_id_to_index

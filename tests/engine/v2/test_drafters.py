@@ -67,10 +67,16 @@ def without_drafts(
 
 
 class Verified:
-    """Drafts that steps have verified and accepted, since the last `take`."""
+    """Drafts that steps have verified and accepted, since the last `take`.
+
+    Attributes:
+        places: for each request, where the token is that was accepted last, and where the last one
+            is that was verified with it.
+    """
 
     def __init__(self) -> None:
         self.drafted = self.accepted = 0
+        self.places: dict[str, tuple[int, int]] = {}
 
     def take(self) -> tuple[int, int]:
         counts = self.drafted, self.accepted
@@ -85,10 +91,15 @@ def verified() -> Iterator[Verified]:
 
     def finishing(replica: Replica, output: Any, *args: Any) -> Any:
         drafts = replica.in_flight[0].scheduled_spec_decode_tokens
+        for name in replica.in_flight[0].num_scheduled_tokens:
+            counts.places.pop(name, None)
         for name, tokens in drafts.items():
             sampled = output.sampled_token_ids[output.req_id_to_index[name]]
             counts.drafted += len(tokens)
             counts.accepted += len(sampled) - 1
+            if name in replica.scheduler.requests:
+                known = replica.scheduler.requests[name].num_tokens
+                counts.places[name] = known + len(sampled) - 2, known + len(tokens) - 1
         return finish(replica, output, *args)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -225,16 +236,19 @@ def test_linear_attention_goes_on_from_the_last_accepted_token(llm: Any, spec: E
     there is one."""
     rng = random.Random(5)
     few = GREEDY | {"max_tokens": 40}
-    jobs = {f"r{n}": Job([rng.randrange(3, 400) for _ in range(n)], few) for n in (150, 33, 60, 97)}
+    lengths = (150, 33, 60, 97, 52, 56, 115)
+    jobs = {f"r{n}": Job([rng.randrange(3, 400) for _ in range(n)], few) for n in lengths}
     jobs["late"] = Job([*jobs["r150"].prompt, 7, 8], few, arrives=45)
     given_up = Job([5] * 50, GREEDY | {"max_tokens": 100})
-    lengths = {0: 2, 20: 0, 26: 2, 36: 1}
+    drafts = {0: 2, 20: 0, 26: 2, 36: 1}
     before_switches: list[tuple[int, int]] = []
+    reached: list[str] = []
     seen: dict[str, Outcome] = {}
+    block = llm.llm_engine.vllm_config.cache_config.block_size
 
     def before_step(step: int) -> None:
-        if step in lengths:
-            pat_vllm.speculate(llm, lengths[step])
+        if step in drafts:
+            pat_vllm.speculate(llm, drafts[step])
         if step == 17:
             llm.llm_engine.abort_request(["given up"])
         if step % 2:
@@ -242,6 +256,11 @@ def test_linear_attention_goes_on_from_the_last_accepted_token(llm: Any, spec: E
         elif step:
             before_switches.append(counts.take())
             assert pat_vllm.switch(llm, tp=1 + step // 2 % 2)
+            for replica in scheduler_of(llm).replica_set.replicas:
+                for name in replica.scheduler.requests:
+                    last, behind = counts.places.get(name, (0, 0))
+                    if last // block != behind // block:
+                        reached.append(f"{name} at {last}")
 
     go_home(llm)
     with verified() as counts:
@@ -250,6 +269,7 @@ def test_linear_attention_goes_on_from_the_last_accepted_token(llm: Any, spec: E
     assert_same(outcomes, without_drafts(spec.model, jobs), PLAIN_TOLERANCE)
     cached = outcomes["late"].num_cached_tokens
     assert bool(cached) == spec.options.get("enable_prefix_caching", True)
+    assert reached, "no refused draft was in another block"
     drafted, accepted = map(sum, zip(*before_switches, strict=True))
     assert 10 < accepted < drafted, before_switches
     assert sum(switch.migrated for switch in pat_vllm.report(llm).switches) > 20

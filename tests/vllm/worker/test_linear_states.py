@@ -115,11 +115,10 @@ def test_a_state_is_that_of_the_last_accepted_token(caching: bool, seed: int, co
             assert torch.equal(tensor[untouched], old[untouched])
 
 
-def test_without_drafts_nothing_is_looked_for() -> None:
-    stepped = Stepped(True, 0)
-    stepped.runner.speculative_config = None
-    del stepped.runner.block_tables
-    linear_states.settle(stepped.runner, stepped.rows)
-    stepped.runner.speculative_config = object()
-    stepped.runner.model_state = object()
-    linear_states.settle(stepped.runner, stepped.rows)
+def test_what_has_such_slots() -> None:
+    runner = Stepped(True, 0).runner
+    assert linear_states.has_slots_for_drafts(runner)
+    without_drafts = SimpleNamespace(**vars(runner) | {"speculative_config": None})
+    without_states = SimpleNamespace(**vars(runner) | {"model_state": object()})
+    assert not linear_states.has_slots_for_drafts(without_drafts)
+    assert not linear_states.has_slots_for_drafts(without_states)
