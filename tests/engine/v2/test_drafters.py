@@ -17,7 +17,7 @@ import pat_vllm
 from pat_vllm.predictor.adaptive import AdaptivePolicy
 from pat_vllm.profile import Profile
 from pat_vllm.scheduler.replica import Replica
-from tests.engine.specs import EAGLE3, MTP, MTP_LINEAR, NGRAM_LINEAR, SELF_DRAFTS, V2_CHUNK
+from tests.engine.specs import EAGLE3, MTP, MTP_LINEAR, SELF_DRAFTS, V2_CHUNK
 from tests.engine.test_weight_updates import PLAIN
 from tests.engine.v2.batch import most_tokens, sizes_of, tour
 from tests.support.drafters import DRAFTERS
@@ -27,16 +27,16 @@ from tests.support.pool import EngineSpec, go_home
 from tests.support.same import PLAIN_TOLERANCE, assert_same
 from tests.support.stock import stock_answers
 
-pytestmark = pytest.mark.engine(SELF_DRAFTS, MTP, EAGLE3, MTP_LINEAR, NGRAM_LINEAR)
+pytestmark = pytest.mark.engine(SELF_DRAFTS, MTP, EAGLE3, MTP_LINEAR)
 
 ENGINES = {
     "test_all_drafts_are_right_from_the_second_step_after_a_switch": [SELF_DRAFTS],
     "test_all_drafts_are_right_when_the_draft_length_has_been_0": [SELF_DRAFTS],
     "test_drafts_are_right_after_an_update_of_both": [SELF_DRAFTS],
-    "test_text_is_that_without_drafts": [MTP, EAGLE3, MTP_LINEAR],
+    "test_text_is_that_without_drafts": [MTP, EAGLE3],
     "test_drafts_are_planned_by_a_profile_with_their_passes": [MTP],
     "test_earlier_responses_draft_where_more_of_them_is_accepted": [MTP],
-    "test_linear_attention_goes_on_from_the_last_accepted_token": [MTP_LINEAR, NGRAM_LINEAR],
+    "test_linear_attention_goes_on_from_the_last_accepted_token": [MTP_LINEAR],
 }
 GREEDY = {"temperature": 0.0, "logprobs": 0, "ignore_eos": True}
 
