@@ -21,7 +21,7 @@ from tests.engine.specs import EAGLE3, MTP, MTP_LINEAR, SELF_DRAFTS, V2_CHUNK
 from tests.engine.test_weight_updates import PLAIN
 from tests.engine.v2.batch import most_tokens, sizes_of, tour
 from tests.support.drafters import DRAFTERS
-from tests.support.engines import GATED_DELTA_NET, Job, Outcome, run
+from tests.support.engines import GATED_DELTA_NET, Job, Outcome, run, scheduler_of
 from tests.support.models import phrase, random_model
 from tests.support.pool import EngineSpec, go_home
 from tests.support.same import PLAIN_TOLERANCE, assert_same
