@@ -4,7 +4,8 @@
 
 Every cell is what `pat-vllm advise` computes, for PAT and for static engines with the same feature,
 on the same batches, whose lengths the planner knows. Cells are a sample of rollouts as trainers
-have them (`rollouts`, 51), or all of a grid of tails (`tails`, 210).
+have them (`rollouts`, 51), all of a grid of tails (`tails`, 210), or of very long responses
+(`traces`, 12).
 """
 
 from __future__ import annotations
@@ -101,6 +102,16 @@ def tails() -> Iterator[Cell]:
     for cell in product(("A40", "H100", "H200"), models, shapes, (4, 16, 64, 256)):
         if cell[3] > 4 or cell[1] in models[:2]:
             yield Cell(*cell)
+
+
+def traces() -> Iterator[Cell]:
+    """Responses of up to 65,536 tokens, as of rl-traces-bench."""
+    models = ("llama-3.1-8b", "qwen3-next-80b-a3b")
+    for gpu, model, per_gpu in product(("A40", "H100", "H200"), models, (16, 64)):
+        yield Cell(gpu, model, "rl-traces", per_gpu, longest=65536)
+
+
+CELLS = {"rollouts": rollouts, "tails": tails, "traces": traces}
 
 
 def fits(cell: Cell) -> bool:
@@ -259,12 +270,12 @@ def by_tail(results: Sequence[tuple[Cell, Answer]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("cells", choices=("rollouts", "tails"))
+    parser.add_argument("cells", choices=CELLS)
     parser.add_argument("--feature", choices=FEATURES, default="fp8-kv")
     parser.add_argument("--output", type=Path, required=True, help="Markdown to write.")
     options = parser.parse_args()
     feature = FEATURES[options.feature]
-    cells = list({"rollouts": rollouts, "tails": tails}[options.cells]())
+    cells = list(CELLS[options.cells]())
     results = []
     for cell in cells:
         try:

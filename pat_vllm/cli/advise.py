@@ -66,7 +66,7 @@ class AdviseOptions(Ranged):
         str,
         typer.Option(
             help="Without --lengths: deepscaler, log-normal, two-mode, alike, uniform, straggler, "
-            "grpo."
+            "grpo, rl-traces."
         ),
     ] = "deepscaler"
     max_tokens: Annotated[

@@ -16,6 +16,24 @@ _DEEPSCALER = 1443.0, 1.406
 8192 tokens and 2.19%, that is 2.8 of 128, than 24576, as the PAT paper reports of DeepScaleR."""
 
 
+_RL_TRACES = {
+    0.0: 16,
+    0.5: 654,
+    0.8: 10000,
+    0.9: 22000,
+    0.95: 33212,
+    0.99: 57067,
+    1.0: 65489,
+}
+"""Tokens by quantile, as published of rl-traces-bench; the shortest is an assumption."""
+
+
+def _rl_traces(random: np.random.Generator, count: int, most: int) -> Floats:
+    """Between the quantiles that are known, logarithms are uniform."""
+    logs = np.log([*_RL_TRACES.values()])
+    return np.exp(np.interp(random.random(count), [*_RL_TRACES], logs))
+
+
 def _lognormal(random: np.random.Generator, count: int, median: float, sigma: float) -> Floats:
     return median * np.exp(sigma * random.standard_normal(count))
 
@@ -53,6 +71,7 @@ _SHAPES: Mapping[str, Callable[[np.random.Generator, int, int], Floats]] = {
     "uniform": lambda random, count, most: _between(random, count, 1, most),
     "straggler": _straggler,
     "grpo": _grpo,
+    "rl-traces": _rl_traces,
 }
 SHAPES = tuple(_SHAPES)
 
