@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from pat_verl.checks import refused_of
@@ -124,7 +125,12 @@ def refused_options(options: Options, known: ModelClass | None, experts: bool) -
         drafts = {**options["speculative_config"], "method": "mtp"}
         options = {**options, "speculative_config": drafts}
     backend = {"backend": {"name": options.get("attention_backend")}}
-    renamed = {"cache_dtype": options.get("kv_cache_dtype"), "attention_config": backend}
+    named = {"architectures": [known.names[0]] if known else []}
+    renamed = {
+        "cache_dtype": options.get("kv_cache_dtype"),
+        "attention_config": backend,
+        "hf_text_config": SimpleNamespace(to_dict=lambda: named),
+    }
     asked: Any = _Asked({**renamed, **options})
     found = {
         rule.option
