@@ -44,7 +44,7 @@ class Drafter(nn.Module):
         return super().named_modules(memo | self._of_target, prefix, remove_duplicate)
 
 
-def shared_names(drafter: nn.Module, target: nn.Module) -> frozenset[str]:
+def shared_names(drafter: Any, target: nn.Module) -> frozenset[str]:
     """The names that weights of the target's have in a drafter that uses them."""
     of_target = set(target.parameters())
     named = drafter.named_parameters(remove_duplicate=False)

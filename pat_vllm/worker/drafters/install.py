@@ -18,9 +18,13 @@ if TYPE_CHECKING:
     from pat_vllm.drafts.shelf import Shelf
 
 
+_TEXTS = "_pat_texts"
+"""Attribute of a Model Runner V2: what looks into texts for it."""
+
+
 def forget_texts(runner: RunnerV2) -> None:
     """Have a runner whose requests have left give back the memory of their earlier responses."""
-    if (texts := getattr(runner, "pat_texts", None)) is not None:
+    if (texts := getattr(runner, _TEXTS, None)) is not None:
         texts.forget()
 
 
@@ -37,11 +41,12 @@ def install_drafter(runner: Any, shelf: Shelf) -> None:
     elif has_weights(runner.speculative_config):
         from pat_vllm.worker.drafters.beside_weights import TextBesideWeights
 
-        runner.pat_texts = beside = TextBesideWeights(runner, shelf)
+        beside = TextBesideWeights(runner, shelf)
+        setattr(runner, _TEXTS, beside)
         draft_beside(runner, beside.propose)
     else:
         from pat_vllm.worker.drafters.speculator import SuffixSpeculator
 
         speculator = SuffixSpeculator(runner, shelf)
-        runner.pat_texts = speculator.matches
+        setattr(runner, _TEXTS, speculator.matches)
         use_drafter(runner, speculator)
