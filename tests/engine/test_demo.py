@@ -14,9 +14,7 @@ from tests.support.models import random_model
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize(
-    ("model", "options"), [("qwen3", ()), ("repeating", ("--speculate",))], ids=["plain", "drafts"]
-)
+@pytest.mark.parametrize(("model", "options"), [("qwen3", ())])
 def test_the_demo(model: str, options: tuple[str, ...], tmp_path: Path) -> None:
     picture = tmp_path / "demo.png"
     batch = ("--requests", "8", "--max-tokens", "48", "--rounds", "2", "--output", str(picture))

@@ -11,7 +11,7 @@ import random
 import pytest
 
 import pat_vllm
-from tests.engine.specs import V2, V2_LATENT, V2_LINEAR
+from tests.engine.specs import V2, V2_LATENT
 from tests.engine.test_weight_updates import NEW, OLD, sleep_with_new_weights, update
 from tests.engine.v2.batch import (
     MIN_TOKENS,
@@ -28,8 +28,8 @@ from tests.support.pool import go_home
 
 pytestmark = pytest.mark.engine(V2)
 ENGINES = {
-    "test_every_ordered_pair_of_layouts": [V2, V2_LATENT, V2_LINEAR],
-    "test_null_blocks_are_clear_after_a_switch": [V2, V2_LATENT, V2_LINEAR],
+    "test_every_ordered_pair_of_layouts": [V2, V2_LATENT],
+    "test_null_blocks_are_clear_after_a_switch": [V2, V2_LATENT],
 }
 
 

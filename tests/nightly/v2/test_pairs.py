@@ -12,6 +12,7 @@ from tests.engine.v2.test_pairs import (  # noqa: F401
     test_every_ordered_pair_of_layouts,
     test_every_ordered_pair_when_kv_is_computed_again,
     test_new_weights_come_while_the_engine_sleeps,
+    test_null_blocks_are_clear_after_a_switch,
     test_sleep_and_wake_up_around_switches,
 )
 from tests.support.pool import EngineSpec
@@ -26,6 +27,8 @@ TWO = EngineSpec(
 )
 pytestmark = pytest.mark.engine(TWO)
 ENGINES = {
+    "test_every_ordered_pair_of_layouts": [TWO, V2_LINEAR],
+    "test_null_blocks_are_clear_after_a_switch": [V2_LINEAR],
     "test_every_ordered_pair_when_kv_is_computed_again": [TWO, V2_LATENT, V2_LINEAR],
     "test_storm": [TWO, V2],
     "test_storm_of_other_kinds": [V2_LATENT, V2_LINEAR],

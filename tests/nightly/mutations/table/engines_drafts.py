@@ -24,7 +24,7 @@ MUTATIONS = mutations({
         ("KV stays where it was", "worker.worker:PATWorkerMixin.pat_switch", "self._move_kv(source, target, command.moves)", "pass"),
         ("V2: log-probabilities of half-computed prompts are not computed again", "scheduler.switching.switch:_must_recompute", "scheduler.use_v2_model_runner", "False"),
     ],
-    "tests/engine/v2/test_pairs.py::test_every_ordered_pair_of_layouts[V2 linear]": [
+    "tests/engine/v2/test_drafters.py::test_linear_attention_goes_on_from_the_last_accepted_token": [
         ("V2: a part of linear attention's states stays", "kv_transfer.connector:PATConnector.register_kv_caches", "kind.segments(spec, view)", "kind.segments(spec, view)[:1]"),
     ],
     "tests/engine/v2/test_pairs.py::test_an_update_between_switches_reaches_every_layout": [
