@@ -207,6 +207,7 @@ SHAPES: Mapping[str, Shape] = {
         {
             "architectures": ["MiMoForCausalLM"],
             "model_type": "qwen2",
+            "hidden_size": 256,  # for heads of 32
             "num_nextn_predict_layers": 1,
         }
     ),
