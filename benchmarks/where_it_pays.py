@@ -274,7 +274,7 @@ def main() -> None:
     parser.add_argument("--feature", choices=FEATURES, default="fp8-kv")
     parser.add_argument("--output", type=Path, required=True, help="Markdown to write.")
     options = parser.parse_args()
-    feature = FEATURES[options.feature]
+    about, feature = machine(), FEATURES[options.feature]
     cells = list(CELLS[options.cells]())
     results = []
     for cell in cells:
@@ -284,7 +284,6 @@ def main() -> None:
             print(f"{cell}: {error}")
             continue
         print(" | ".join(row(*results[-1])), flush=True)
-    about = machine()
     text = summary([answer for _, answer in results], feature, barred=options.cells == "rollouts")
     drafts = f" A draft is accepted with {feature.acceptance:.2f}." if feature.acceptance else ""
     options.output.write_text(

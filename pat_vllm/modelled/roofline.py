@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import log2
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -84,6 +85,15 @@ def _layer_communication(gpu: Gpu, tp: int, size: Floats) -> Floats | float:
     return ALL_REDUCES_PER_LAYER * all_reduce
 
 
+class _Work(NamedTuple):
+    """What a pass computes, as the arguments of `Machine.step`."""
+
+    batch: Floats
+    context: Floats
+    prefill: Floats
+    drafts: Floats
+
+
 @dataclass(frozen=True)
 class Machine:
     """A model on GPUs of one kind; sizes in bytes, times in seconds.
@@ -143,43 +153,27 @@ class Machine:
         batch, context, prefill, drafts, k = (
             np.asarray(value, np.float64) for value in (batch, context, prefill, drafts, k)
         )
-        prompts = prefill > 0
-        sampled = batch + drafts + prompts
-        work = self._pass(layout, batch, context, prefill, drafts, sampled)
-        drafting = self._drafting(layout, batch, context, prefill, drafts, k)
-        return np.asarray(work + drafting + STEP_OVERHEAD + sampled * SAMPLED_TOKEN)
+        work, sampled = _Work(batch, context, prefill, drafts), batch + drafts + (prefill > 0)
+        passing = self._pass(layout, work, sampled) + self._drafting(layout, work, k)
+        return np.asarray(passing + STEP_OVERHEAD + sampled * SAMPLED_TOKEN)
 
-    def _drafting(
-        self,
-        layout: Layout,
-        batch: Floats,
-        context: Floats,
-        prefill: Floats,
-        drafts: Floats,
-        k: Floats,
-    ) -> Floats:
+    def _drafting(self, layout: Layout, work: _Work, k: Floats) -> Floats:
         """Seconds of what makes the next drafts."""
         if self.drafter is None:
             return np.asarray(self.drafting * (k > 0), np.float64)
         own = replace(self, model=self.drafter.model, drafter=None)
         joining, none = self.drafter.joining(layout.tp), np.zeros(())
-        given = batch, context, prefill, drafts, batch + (prefill > 0)
-        of_one = batch, context, none, none, batch
-        further = np.maximum(k - 1, 0) * own._pass(layout, *of_one, joining)
-        return own._pass(layout, *given, joining) + further
+        first = own._pass(layout, work, work.batch + (work.prefill > 0), joining)
+        of_one = work._replace(prefill=none, drafts=none)
+        return first + np.maximum(k - 1, 0) * own._pass(layout, of_one, work.batch, joining)
 
-    def _pass(
-        self,
-        layout: Layout,
-        batch: Floats,
-        context: Floats,
-        prefill: Floats,
-        drafts: Floats,
-        sampled: Floats,
-        more: float = 0.0,
-    ) -> Floats:
-        """Seconds of the model's layers, and of its head for the tokens that are sampled; the
-        others as for `step`, and weights that every token needs beside its own."""
+    def _pass(self, layout: Layout, step: _Work, sampled: Floats, more: float = 0.0) -> Floats:
+        """Seconds of the model's layers, and of its head for the tokens that are sampled.
+
+        Args:
+            more: weights that every token needs beside the model's.
+        """
+        batch, context, prefill, drafts = step
         model, tokens, tp = self.model, batch + drafts + prefill, layout.tp
         prompts = prefill > 0
         layers, head = model.layer_weights(tp), model.head_weights(tp)

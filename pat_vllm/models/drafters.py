@@ -9,10 +9,8 @@ computed there depends on the target's hidden states of that step.
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
-_USE_V2 = "VLLM_USE_V2_MODEL_RUNNER"
 OF_TEXT = ("ngram", "ngram_gpu")
 """vLLM's methods of drafters that have neither weights nor KV."""
 OF_WEIGHTS = ("mtp", "eagle3", "eagle", "draft_model")
@@ -42,17 +40,21 @@ def is_mtp(given: Any) -> bool:
     return isinstance(given, str) and (given == "mtp" or given.endswith("_mtp"))
 
 
-def instead_of(given: Any) -> str | None:
+def instead_of(given: Any, use_v2: bool) -> str | None:
     """What is allowed in place of a method that a user gives; None: that itself, as far as is known
     before vLLM reads it. Without one, vLLM looks at the drafter's model.
+
+    Args:
+        use_v2: whether the engine may run Model Runner V2.
     """
-    use_v2 = os.environ.get(_USE_V2) != "0"
     if given is None or ("mtp" if is_mtp(given) else given) in methods_served(use_v2):
         return None
     allowed = f"allowed {', '.join(methods_served(use_v2))}"
     if use_v2:
         return allowed
-    return f"{allowed}; {', '.join(OF_WEIGHTS)} need Model Runner V2: unset {_USE_V2}"
+    return (
+        f"{allowed}; {', '.join(OF_WEIGHTS)} need Model Runner V2: unset VLLM_USE_V2_MODEL_RUNNER"
+    )
 
 
 def looks_into_responses(method: str, use_v2: bool) -> bool:

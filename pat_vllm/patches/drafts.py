@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from pat_vllm.models.drafters import has_weights
@@ -74,20 +74,24 @@ def use_drafter(runner: RunnerV1 | RunnerV2, drafter: Any) -> None:
     setattr(runner, "speculator" if is_v2(runner) else "drafter", drafter)
 
 
-def draft_beside(runner: RunnerV2, propose: Callable[[Any], Callable[..., Any]]) -> None:
-    """Have a runner with a drafter of weights propose by `propose`, which is given vLLM's own.
+def draft_beside(runner: RunnerV2, other: Any) -> None:
+    """Have a runner with a drafter of weights draft by another one, too: by `other.propose`, which
+    is given vLLM's own, and `other.forget`, when all requests have left.
 
     Without it: a drafter with weights is the only one. Missing seam: vLLM has one drafter.
     """
-    replace(runner.speculator, "propose", propose)
+    replace(runner.speculator, "propose", other.propose)
+    runner.speculator.forget = other.forget  # type: ignore[union-attr]
 
 
-def tokens_on_device() -> AbstractContextManager[None]:
-    """Inside, make Model Runners V2 that keep the tokens of their requests on the device.
+def tokens_on_device(wanted: bool) -> AbstractContextManager[None]:
+    """Inside, if `wanted`, make Model Runners V2 keep the tokens of their requests on the device.
 
     Without it: vLLM does so for n-gram drafts alone. Text that is looked up beside another drafter
     would be read over the bus. Missing seam: the runner takes no option for it.
     """
+    if not wanted:
+        return nullcontext()
     import vllm.v1.worker.gpu.model_runner as model_runner
 
     states = model_runner.RequestState

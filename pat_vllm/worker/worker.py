@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -122,13 +122,16 @@ class PATWorkerMixin(WeightUpdatesMixin, _Base):
         }
         self._base = self._runtimes[layouts[0]]  # `Setup.layouts` has the base layout first
         self._weights = LayoutWeights(self._setup, self._runtimes, self.rank)
+        looks_beside = has_weights(engine_config.speculative_config) and bool(
+            self._setup.history_bytes
+        )
         # Runners share buffers of the one with most rows, so that is made first.
         for runtime in (by_size := largest_first(self._runtimes.values())):
             install_tp_group(runtime.group)
             with (
                 set_current_vllm_config(runtime.config),
                 buffers_of(by_size[0].runner),
-                self._tokens_of_requests(),
+                tokens_on_device(looks_beside),
             ):
                 runtime.runner = self._make_runner(runtime.config)
             if self._setup.history_bytes:
@@ -147,11 +150,6 @@ class PATWorkerMixin(WeightUpdatesMixin, _Base):
         layout = Layout.of(tp, ranks)
         group = layout.ranks_of(layout.replica_of(self.rank))
         return [device_of(rank, ranks) for rank in group]
-
-    def _tokens_of_requests(self) -> AbstractContextManager[None]:
-        """Inside, runners keep the tokens of requests where drafters look for them."""
-        looks = has_weights(self.vllm_config.speculative_config) and self._setup.history_bytes
-        return tokens_on_device() if looks else nullcontext()
 
     def _make_runner(self, config: VllmConfig) -> ModelRunner:
         """vLLM's model runner for this platform and config."""
@@ -353,7 +351,8 @@ class PATWorkerMixin(WeightUpdatesMixin, _Base):
         assert source is self._active, f"rank {self.rank} is in {self._active.layout}"
         assert target.connector is not None
 
-        # Before 4: what the source's runners keep of requests, for 6.
+        # Before 4: what the source's runners keep of requests, for 6; and states of linear
+        # attention come to where they are without drafts.
         started = clock()
         states = gather_states(
             self._state_transfer, source.runner, command, self.rank, cpu_world_group()

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 _SHORTEST = 8
 """Tokens of a match behind which text may draft. Behind a shorter one few drafts are right."""
+_COUNTS = slice(4, 7)
+"""Of what vLLM proposes by, behind the batch: the tokens that each request was given, the drafts of
+it that were refused, and the last token of each request state."""
 
 
 class TextBesideWeights:
@@ -33,23 +36,11 @@ class TextBesideWeights:
         """For `replace`: what the drafter proposes, with drafts from text for some requests."""
 
         @torch.inference_mode()
-        def call(
-            input_batch: Any,
-            attn_metadata: Any,
-            slot_mappings: Any,
-            last_hidden_states: Any,
-            aux_hidden_states: Any,
-            num_sampled: torch.Tensor,
-            num_rejected: torch.Tensor,
-            last_sampled: torch.Tensor,
-            *args: Any,
-            **options: Any,
-        ) -> torch.Tensor:
-            given = attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states
-            counts = num_sampled, num_rejected, last_sampled
-            drafts = original(input_batch, *given, *counts, *args, **options)
+        def call(input_batch: Any, *given: Any, **options: Any) -> torch.Tensor:
+            drafts = original(input_batch, *given, **options)
             if options.get("dummy_run") or not options.get("num_speculative_tokens"):
                 return drafts
+            num_sampled, num_rejected, last_sampled = given[_COUNTS]
             self._begin(input_batch)
             of_text = self._matches.look_up(input_batch, num_sampled, last_sampled)
             match = self._matches.lengths(len(of_text))

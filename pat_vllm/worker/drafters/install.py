@@ -18,14 +18,10 @@ if TYPE_CHECKING:
     from pat_vllm.drafts.shelf import Shelf
 
 
-_TEXTS = "_pat_texts"
-"""Attribute of a Model Runner V2: what looks into texts for it."""
-
-
 def forget_texts(runner: RunnerV2) -> None:
     """Have a runner whose requests have left give back the memory of their earlier responses."""
-    if (texts := getattr(runner, _TEXTS, None)) is not None:
-        texts.forget()
+    if (forget := getattr(runner.speculator, "forget", None)) is not None:
+        forget()
 
 
 def install_drafter(runner: Any, shelf: Shelf) -> None:
@@ -41,12 +37,8 @@ def install_drafter(runner: Any, shelf: Shelf) -> None:
     elif has_weights(runner.speculative_config):
         from pat_vllm.worker.drafters.beside_weights import TextBesideWeights
 
-        beside = TextBesideWeights(runner, shelf)
-        setattr(runner, _TEXTS, beside)
-        draft_beside(runner, beside.propose)
+        draft_beside(runner, TextBesideWeights(runner, shelf))
     else:
         from pat_vllm.worker.drafters.speculator import SuffixSpeculator
 
-        speculator = SuffixSpeculator(runner, shelf)
-        setattr(runner, _TEXTS, speculator.matches)
-        use_drafter(runner, speculator)
+        use_drafter(runner, SuffixSpeculator(runner, shelf))

@@ -20,8 +20,9 @@ class SuffixSpeculator(NgramGPUSpeculator):
 
     def __init__(self, runner: RunnerV2, shelf: Shelf) -> None:
         super().__init__(runner.vllm_config, runner.device, runner.req_states)
-        self.matches = Matches(runner, shelf, self.min_n)
-        self.drafts = self.matches.drafts
+        self._matches = Matches(runner, shelf, self.min_n)
+        self.drafts = self._matches.drafts
+        self.forget = self._matches.forget
 
     @torch.inference_mode()
     def propose(
@@ -41,4 +42,4 @@ class SuffixSpeculator(NgramGPUSpeculator):
         """As vLLM's; returns int64 [requests, k]."""
         if dummy_run:
             return self.drafts[: input_batch.num_reqs]
-        return self.matches.look_up(input_batch, num_sampled, last_sampled)
+        return self._matches.look_up(input_batch, num_sampled, last_sampled)

@@ -279,3 +279,29 @@ def test_the_version_grows_with_corrections_that_matter(model: StepTimeModel) ->
     assert 1 <= grown <= 20
     observe(model, ONE, decode(16), 1.5, 100, noise=0.005)
     assert model.correction_version <= grown + 2
+
+
+def test_each_draft_of_a_drafter_with_weights_takes_a_pass() -> None:
+    """Also at lengths that were not measured; of a search, k says only whether it is made."""
+
+    def seconds(layout: Layout, shape: StepShape) -> float:
+        return roofline(layout, shape) + 2e-5 * shape.drafts + 1e-3 * shape.k
+
+    drafting = [
+        replace(decode(batch, each), k=k, drafts=k * batch)
+        for batch in BATCHES
+        for each in CONTEXTS
+        for k in (2, 8)
+    ]
+    shapes = [*(decode(batch, each) for batch in BATCHES for each in CONTEXTS), *drafting]
+    measured = make_profile(seconds, noise=0.0, layouts=(TWO,), shapes=shapes)
+    of_passes, of_search = (
+        StepTimeModel.fit(measured.model_copy(update={"drafter_has_weights": has}))
+        for has in (True, False)
+    )
+    off = {
+        model: abs(model.step(TWO, shape) / seconds(TWO, shape) - 1)
+        for shape in (replace(decode(8, 512), k=5, drafts=40),)
+        for model in (of_passes, of_search)
+    }
+    assert off[of_passes] < 0.06 < off[of_search], off
