@@ -43,6 +43,15 @@ _ENVIRONMENT = {
 }
 for _name, _value in _ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)
+# Of torchvision, processes find what needs none of its operators (tests/support/torchvision_ops).
+_ROOT = Path(__file__).parents[1]
+_PACKAGES = _ROOT / ".venv" / "torchvision"
+if _PACKAGES.is_dir():
+    _torchvision = [str(_ROOT / "tests/support/torchvision_ops"), str(_PACKAGES)]
+    sys.path[:0] = _torchvision
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [*_torchvision, os.environ.get("PYTHONPATH")])
+    )
 # It would override an engine's own `kv_cache_memory_bytes`.
 os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
 

@@ -23,7 +23,7 @@ from vllm.logger import init_logger
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from pat_vllm.executor import rpc
-from pat_vllm.executor.lanes import DRAFT_ROWS, EXECUTE, SAMPLE, Lanes, Network
+from pat_vllm.executor.lanes import DRAFT_ROWS, ENCODER_INPUTS, EXECUTE, SAMPLE, Lanes, Network
 from pat_vllm.executor.messages import (
     PATGrammarOutput,
     PATSchedulerOutput,
@@ -346,6 +346,8 @@ class PATExecutorMixin(OwnRepliesMixin):
         for replica, step in scheduler_output.steps.items():
             if (rows := scheduler_output.draft_rows.get(replica)) is not None:
                 self._send(replica, DRAFT_ROWS, rows)
+            if (inputs := scheduler_output.encoder_inputs.get(replica)) is not None:
+                self._send(replica, ENCODER_INPUTS, inputs)
             self._send(replica, EXECUTE, step)
             self._pending.setdefault(replica, deque()).append(time.perf_counter())
             if step.total_num_scheduled_tokens:

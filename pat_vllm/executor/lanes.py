@@ -39,6 +39,7 @@ LEAVE = "leave"
 EXECUTE = "execute"
 SAMPLE = "sample"
 DRAFT_ROWS = "draft rows"
+ENCODER_INPUTS = "encoder inputs"
 
 _CHUNK_BYTES = 4 << 20
 """Size of a ring's slot (vLLM's own ring has 16 MiB); larger messages take vLLM's out-of-band
@@ -207,9 +208,10 @@ class WorkerLanes:
     def serve(self, layout: Layout, worker: PATWorkerMixin) -> None:
         """Run the steps that arrive in the lane of `layout`, until asked to leave.
 
-        A step is an `EXECUTE` message, then a `SAMPLE` message if the step samples. A `DRAFT_ROWS`
-        message comes first where drafters get earlier responses to copy from. The replica's leader
-        sends one reply to a step. Its exception is a reply, too, which ends the engine.
+        A step is an `EXECUTE` message, then a `SAMPLE` message if the step samples. First comes a
+        `DRAFT_ROWS` message where drafters get earlier responses to copy from, an `ENCODER_INPUTS`
+        message where the runner lacks images. The replica's leader sends one reply to a step. Its
+        exception is a reply, too, which ends the engine.
         """
         ring = self._rings[layout.tp]
         leads = layout.tp_rank_of(self._rank) == 0
@@ -226,6 +228,8 @@ class WorkerLanes:
             try:
                 if kind == DRAFT_ROWS:
                     worker.take_draft_rows(payload)
+                elif kind == ENCODER_INPUTS:
+                    worker.take_encoder_inputs(payload)
                 elif kind == EXECUTE:
                     output = worker.execute_model(payload)
                 else:
@@ -234,8 +238,8 @@ class WorkerLanes:
                         drafts = worker.drafts_of_step(constrained=payload is not None)
             except Exception as error:
                 logger.exception("a step failed")
-                if kind == DRAFT_ROWS and not leads:
-                    raise  # with the rows that it lacks it would draft otherwise than its group
+                if kind in (DRAFT_ROWS, ENCODER_INPUTS) and not leads:
+                    raise  # with what it lacks it would go on otherwise than its group
                 output = error
             if leads and output is not None:
                 self._answer(output, drafts)

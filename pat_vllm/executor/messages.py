@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntFlag
-from typing import Literal
+from typing import Literal, TypeAlias
 
+from vllm.multimodal.inputs import MultiModalKwargsItem
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
 from pat_vllm.drafts.shelf import RowUpdate
 from pat_vllm.kv_transfer.plan import BlockMove
 from pat_vllm.layout import Layout
+
+
+EncoderInputs: TypeAlias = dict[str, dict[int, MultiModalKwargsItem]]
+"""Data of images, such as pixels, by request id and index in the request's `mm_features`."""
 
 
 @dataclass(frozen=True)
@@ -124,10 +129,12 @@ class PATSchedulerOutput(SchedulerOutput):
     Attributes:
         steps: by replica, the step that it starts.
         draft_rows: by replica, what its drafters have to know before its step.
+        encoder_inputs: by replica, data of the step's images that model runners lack.
     """
 
     steps: dict[int, SchedulerOutput] = field(default_factory=dict)
     draft_rows: dict[int, RowUpdate] = field(default_factory=dict)
+    encoder_inputs: dict[int, EncoderInputs] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -135,6 +142,7 @@ class PATSchedulerOutput(SchedulerOutput):
         steps: dict[int, SchedulerOutput],
         in_flight: bool,
         draft_rows: dict[int, RowUpdate] | None = None,
+        encoder_inputs: dict[int, EncoderInputs] | None = None,
     ) -> PATSchedulerOutput:
         """Bundle the steps that replicas start at once.
 
@@ -142,7 +150,12 @@ class PATSchedulerOutput(SchedulerOutput):
         least one while any step is in flight, including an earlier one.
         """
         empty = vars(SchedulerOutput.make_empty())
-        output = cls(**empty, steps=steps, draft_rows=draft_rows or {})
+        output = cls(
+            **empty,
+            steps=steps,
+            draft_rows=draft_rows or {},
+            encoder_inputs=encoder_inputs or {},
+        )
         tokens = sum(step.total_num_scheduled_tokens for step in steps.values())
         output.total_num_scheduled_tokens = max(tokens, int(in_flight))
         return output

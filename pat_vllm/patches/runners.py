@@ -243,6 +243,29 @@ def share_grammar_bitmask(runner: RunnerV2, host: RunnerV2) -> None:
         own.grammar_bitmask = shared.grammar_bitmask[:rows]
 
 
+def share_image_embeddings(runner: RunnerV1 | RunnerV2, host: RunnerV1 | RunnerV2) -> None:
+    """Have two model runners of a class that takes images keep a step's embeddings in one place.
+
+    Without it: each layout takes `max_num_batched_tokens * hidden_size` elements for what a Model
+    Runner V2 is given, and as many for each level of deepstack. Only one layout steps at any time:
+    it writes what it is given, and leaves deepstack's zero, as text finds it. Missing seam: a runner
+    and a model that take given buffers.
+    """
+    buffers: list[tuple[Any, Any, Any]] = []
+    models: tuple[Any, Any] = runner.get_model(), host.get_model()
+    of_model = [getattr(model, "deepstack_input_embeds", ()) for model in models]
+    buffers += [(*of_model, level) for level in range(min(map(len, of_model)))]
+    encoders = [
+        vars(getattr(getattr(each, "model_state", None), "encoder_runner", object))
+        for each in (runner, host)
+    ]
+    if all("inputs_embeds" in encoder for encoder in encoders):
+        buffers.append((*encoders, "inputs_embeds"))
+    for own, shared, key in buffers:
+        larger = max(own[key], shared[key], key=len)
+        own[key], shared[key] = larger[: len(own[key])], larger[: len(shared[key])]
+
+
 def restore_added_rows(
     processor: Any,
     method: str,

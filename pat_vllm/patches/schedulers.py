@@ -12,6 +12,7 @@ from pat_vllm.patches.compat import forget_kv_fetch
 from pat_vllm.patches.replacing import replaced
 
 if TYPE_CHECKING:
+    from vllm.multimodal.encoder_budget import MultiModalBudget
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.request import Request
@@ -27,6 +28,17 @@ def block_pools_from(take: Callable[..., BlockPool]) -> AbstractContextManager[N
     from vllm.v1.core import kv_cache_coordinator
 
     return replaced(kv_cache_coordinator, "BlockPool", take)
+
+
+def multimodal_budgets_from(take: Callable[..., MultiModalBudget]) -> AbstractContextManager[None]:
+    """Inside, have new schedulers call `take` where they make a `MultiModalBudget`.
+
+    Without it: a switch makes the image processor of each replica, milliseconds each. Missing seam:
+    a scheduler that takes a given budget.
+    """
+    from vllm.v1.core.sched import scheduler
+
+    return replaced(scheduler, "MultiModalBudget", take)
 
 
 @contextmanager

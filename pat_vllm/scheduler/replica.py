@@ -12,9 +12,16 @@ from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 
 from pat_vllm.layout import Layout
 from pat_vllm.models.drafters import reads_ahead
+from pat_vllm.models.images import takes_images
 from pat_vllm.patches.compat import drain_carried_requests
-from pat_vllm.patches.schedulers import block_pools_from, free_blocks_at_once, quiet_connectors
+from pat_vllm.patches.schedulers import (
+    block_pools_from,
+    free_blocks_at_once,
+    multimodal_budgets_from,
+    quiet_connectors,
+)
 from pat_vllm.scheduler.block_pools import BlockPools
+from pat_vllm.scheduler.images import Budgets, encoder_inputs_to_send
 from pat_vllm.worker.layout_config import kinds_of, layout_config, layout_kv_cache_config
 
 if TYPE_CHECKING:
@@ -24,6 +31,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
+    from pat_vllm.executor.messages import EncoderInputs
     from pat_vllm.kv_transfer.connector import PATConnector
     from pat_vllm.models.kinds import Kinds
     from pat_vllm.start.setup import Setup
@@ -81,6 +89,12 @@ class Replica:
         self.in_flight.append(step)
         return step
 
+    def encoder_inputs_to_send(self, step: SchedulerOutput) -> EncoderInputs | None:
+        """Data of images that the workers lack for a step that was just scheduled."""
+        if self.scheduler.use_v2_model_runner:
+            return None  # the step has it: requests that come back are new to that runner
+        return encoder_inputs_to_send(step, self.scheduler.requests)
+
     def grammar_bitmask(self, step: SchedulerOutput) -> GrammarOutput | None:
         """The bitmask of a step that was just scheduled, where it has grammars."""
         if self._drafts is not None:
@@ -135,6 +149,7 @@ def is_empty_step(step: SchedulerOutput) -> bool:
         step.total_num_scheduled_tokens
         or step.finished_req_ids
         or step.preempted_req_ids
+        or step.free_encoder_mm_hashes
         or step.kv_cache_block_copies
     )
 
@@ -151,12 +166,14 @@ class ReplicaFactory:
     ) -> None:
         """`kv_cache_config` is the base layout's; `stock` goes to vLLM's scheduler as it is."""
         quiet_connectors()
+        self.takes_images = takes_images(vllm_config.model_config)
         self._vllm_config = vllm_config
         self._setup = setup
         self._base_kv_cache = kv_cache_config
         self._stock = stock
         self._configs: dict[Layout, tuple[VllmConfig, KVCacheConfig]] = {}
         self._pools = BlockPools()
+        self._budgets = Budgets()
         assert vllm_config.model_config is not None
         num_kv_heads = vllm_config.model_config.get_total_num_kv_heads()
         ahead = reads_ahead(vllm_config.speculative_config)
@@ -168,7 +185,7 @@ class ReplicaFactory:
             self._configs[layout] = self._configure(layout)
         config, kv_cache_config = self._configs[layout]
         scheduler_cls = config.scheduler_config.get_scheduler_cls()
-        with block_pools_from(self._pools.take):
+        with block_pools_from(self._pools.take), multimodal_budgets_from(self._budgets.take):
             replicas = [
                 Replica(
                     index,

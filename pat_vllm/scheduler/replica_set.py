@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request, RequestStatus
 
     from pat_vllm.drafts.shelf import RowUpdate
+    from pat_vllm.executor.messages import EncoderInputs
     from pat_vllm.executor.executor import PATExecutorMixin, StepResult
     from pat_vllm.layout import Layout
     from pat_vllm.scheduler.monitor import Monitor
@@ -67,6 +68,9 @@ class ReplicaSet:
         self._router = Router(self.replicas[0].scheduler.block_size)
         self._cached_with: int | None = None
         """Version of the weights when the caches began to fill; None while they are empty."""
+        self._takes_images = factory.takes_images
+        self._encoded_with = executor.weights_version
+        """Version of the weights that made what caches of towers hold."""
         self._retired: Sequence[Replica] = ()
         """Replicas of the layout that the last switch left, until they are shut down."""
         self._empty_steps: list[tuple[Replica, SchedulerOutput]] = []
@@ -177,6 +181,19 @@ class ReplicaSet:
             self._cached_with = self.executor.weights_version if self.num_seqs else None
         return reset
 
+    def reset_encoder_cache(self) -> None:
+        """As vLLM's, of all replicas: images are encoded again. Workers have a call of their own."""
+        for replica in self.replicas:
+            replica.scheduler.reset_encoder_cache()
+
+    def _forget_stale_images(self) -> None:
+        """Have no image of other weights in a step; trainers need not reset the caches of towers."""
+        if self._encoded_with == self.executor.weights_version or not self._takes_images:
+            return
+        self._encoded_with = self.executor.weights_version
+        self.reset_encoder_cache()
+        self.executor.reset_encoder_cache()
+
     # ---------------------------------------------------------------- steps
 
     def schedule(self, throttle_prefills: bool) -> PATSchedulerOutput:
@@ -191,7 +208,9 @@ class ReplicaSet:
             logger.info("PAT: k_scale or v_scale has changed: all KV is dropped and computed again")
             self.executor.kv_is_void = False
             self.reset_prefix_cache(reset_running_requests=True)
+        self._forget_stale_images()
         draft_rows: dict[int, RowUpdate] = {}
+        images: dict[int, EncoderInputs] = {}
         for replica in self.replicas:
             if not replica.may_step(self._depth) or (waits and replica.num_seqs):
                 continue
@@ -205,7 +224,9 @@ class ReplicaSet:
                 rows = self._monitor.draft_rows  # earlier responses that drafters copy from
                 if (update := rows.update(step, replica.scheduler.requests, ranks)) is not None:
                     draft_rows[replica.index] = update
-        return PATSchedulerOutput.of(steps, self.in_flight, draft_rows)
+                if (inputs := replica.encoder_inputs_to_send(step)) is not None:
+                    images[replica.index] = inputs
+        return PATSchedulerOutput.of(steps, self.in_flight, draft_rows, images)
 
     def finish(self, results: Iterable[StepResult]) -> None:
         """Update the replicas whose steps have finished, and keep their outputs."""

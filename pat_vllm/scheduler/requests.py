@@ -13,6 +13,7 @@ from vllm.v1.engine import FinishReason
 from pat_vllm.predictor.state import Ints, LiveRequests
 from pat_vllm.profile import StepShape
 from pat_vllm.reporting import DraftCounts
+from pat_vllm.scheduler.images import identifiers
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -128,10 +129,12 @@ class RequestTable:
 def prompt_key(request: Request) -> int:
     """A hash of the whole prompt, equal for samples of one prompt."""
     embeds = request.prompt_embeds
+    tokens: tuple[int | str, ...] = tuple(request.prompt_token_ids or ())
+    if request.mm_features:
+        tokens = (*tokens, *identifiers(request))
     if embeds is None:
-        return hash(tuple(request.prompt_token_ids or ()))
+        return hash(tokens)
     data = embeds.detach().cpu().contiguous().flatten()
-    tokens = tuple(request.prompt_token_ids or ())
     # NumPy lacks bfloat16, so the bytes are hashed.
     return hash((tokens, tuple(embeds.shape), data.view(torch.uint8).numpy().tobytes()))
 

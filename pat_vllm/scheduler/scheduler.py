@@ -187,8 +187,7 @@ class PATScheduler(SchedulerInterface):
         return reset
 
     def reset_encoder_cache(self) -> None:
-        for replica in self._replicas:
-            replica.scheduler.reset_encoder_cache()
+        self.replica_set.reset_encoder_cache()
 
     def get_kv_cache_usage(self) -> float:
         usages = [replica.scheduler.get_kv_cache_usage() for replica in self._replicas]

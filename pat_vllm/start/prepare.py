@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from pat_vllm.config import SCHEDULER_CLS, PATConfig
 from pat_vllm.layout import Layout
 from pat_vllm.models.drafters import has_weights
+from pat_vllm.models.images import takes_images
 from pat_vllm.models.layer_sizes import fields_of, linear_heads
 from pat_vllm.models.model_rules import refusal
 from pat_vllm.models.quantization import Quantized
@@ -35,7 +36,7 @@ from pat_vllm.start.setup import (
 logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
-    from vllm.config import AttentionConfig, SpeculativeConfig, VllmConfig
+    from vllm.config import AttentionConfig, ModelConfig, SpeculativeConfig, VllmConfig
 
 WORKER_CLS = {
     "vllm.v1.worker.cpu_worker.CPUWorker": "pat_vllm.worker.cpu_worker.PATCPUWorker",
@@ -64,6 +65,7 @@ def prepare(vllm_config: VllmConfig) -> Setup:
     _put_in_classes(vllm_config)
     _choose_attention_backend(vllm_config.attention_config)
     _hash_blocks_alone(vllm_config.speculative_config)
+    _keep_towers_whole(vllm_config.model_config)
     return setup
 
 
@@ -100,6 +102,12 @@ def _hash_blocks_alone(speculative: SpeculativeConfig | None) -> None:
     """
     if speculative is not None and hasattr(speculative, "disable_lookahead_block_hashes"):
         speculative.disable_lookahead_block_hashes = True
+
+
+def _keep_towers_whole(model: ModelConfig | None) -> None:
+    """Have each rank hold all of a vision tower, which then is the same in every layout."""
+    if model is not None and takes_images(model):
+        model.get_multimodal_config().mm_encoder_tp_mode = "data"
 
 
 def _choose_attention_backend(attention: AttentionConfig) -> None:

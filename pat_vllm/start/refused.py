@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pat_vllm.layout import device_of
 from pat_vllm.models.drafters import OF_TEXT, OF_WEIGHTS, has_weights, methods_served
+from pat_vllm.models.images import SERVED, takes_images
 from pat_vllm.models.layer_sizes import fields_of, linear_heads, may_have_experts
 from pat_vllm.models.model_classes import class_of
 from pat_vllm.models.model_rules import (
@@ -241,13 +242,38 @@ def _several_modules(vllm_config: VllmConfig) -> Any:
 
 
 def _images(vllm_config: VllmConfig) -> Any:
-    """False, the value of `language_model_only`, where the model takes more than text. With limits
-    of 0 for all modalities it takes text alone without the option, too."""
+    """False, the value of `language_model_only`, where a class would take images and is not served
+    with them. With limits of 0 for all modalities it takes text alone without the option, too."""
     model = vllm_config.model_config
-    if model is None or model.multimodal_config is None:
+    return False if takes_images(model) and model.architecture not in SERVED else None
+
+
+def _with_images(option: str, *served: Any, why: str = "") -> Rule:
+    """Refuse all but these values of an option of `multimodal_config`, of engines with images."""
+
+    def refused(vllm_config: VllmConfig) -> Any:
+        model = vllm_config.model_config
+        if not takes_images(model):
+            return None
+        value = getattr(model.get_multimodal_config(), option, served[0])  # of a newer vLLM's
+        return None if value in served else value
+
+    allowed = ", ".join(map(str, served))
+    return Rule(option, refused, f"{allowed}{why and f'; {why}'}")
+
+
+def _processor_device(vllm_config: VllmConfig) -> Any:
+    """Where images are processed, if that is not the host."""
+    if not takes_images(model := vllm_config.model_config):
         return None
-    only = model.multimodal_config.language_model_only
-    return False if not only and model.supports_multimodal_inputs else None
+    device = (model.get_multimodal_config().mm_processor_kwargs or {}).get("device")
+    return None if device in (None, "cpu") else device
+
+
+def _encoder_cache_manager(vllm_config: VllmConfig) -> Any:
+    """The class of an encoder cache manager of the user's."""
+    own = getattr(vllm_config, "ec_manager_config", None)  # of vLLM 0.32
+    return own and own.encoder_cache_manager_cls
 
 
 def facts_of(model: ModelConfig) -> ModelFacts:
@@ -391,8 +417,35 @@ RULES = (
     _of_model(RUNNER),
     _of_model(QUANTIZATION),
     _of_model(KV_SCALE),
-    Rule("language_model_only", _images, "True, of a class with a vision tower: its text alone"),
+    Rule(
+        "language_model_only",
+        _images,
+        f"True, of a class with a vision tower: its text alone; with images {', '.join(SERVED)}",
+    ),
     _only("model_config.multimodal_config.enable_mm_embeds", False),
+    _with_images(
+        "mm_processor_cache_type",
+        "lru",
+        why="of one in shared memory every rank would have to read each image",
+    ),
+    _with_images("mm_tensor_ipc", "direct_rpc"),
+    _with_images("mm_ipc_gpu_memory_gb", 0, why="layouts count all of the GPU's memory"),
+    _with_images("mm_encoder_only", False),
+    Rule("mm_processor_device", _processor_device, "cpu: layouts count all of the GPU's memory"),
+    _with_images("mm_encoder_attn_dtype", None),
+    _with_images(
+        "video_pruning_rate",
+        None,
+        0,
+        why="positions of tokens would depend on what a tower said of frames",
+    ),
+    Rule(
+        "ec_manager_config",
+        _encoder_cache_manager,
+        "None: a switch empties vLLM's own encoder cache, and knows no other",
+    ),
+    _only("compilation_config.cudagraph_mm_encoder", False, why="layouts do not share its graphs"),
+    _only("compilation_config.compile_mm_encoder", False),
     # Rules for mixtures of experts. What only a built layer shows is refused by the workers
     # (`check_experts` in weights/experts.py).
     _only(

@@ -162,6 +162,9 @@ def _scheduler_config(engine: SchedulerConfig, setup: Setup, layout: Layout) -> 
     config = copy.copy(engine)
     config.max_num_seqs = limits.max_num_seqs
     config.max_num_batched_tokens = limits.max_num_batched_tokens
+    config.max_num_encoder_input_tokens = max(
+        config.max_num_encoder_input_tokens, limits.max_num_batched_tokens
+    )
     config.max_num_active_seqs = narrower_limit(
         config.max_num_active_seqs, layout, limits.max_num_seqs, options
     )

@@ -25,9 +25,11 @@ from pat_vllm.patches.runners import (
     restore_added_rows,
     restore_written_rows,
     share_grammar_bitmask,
+    share_image_embeddings,
     share_penalty_counts,
 )
 from pat_vllm.worker.drafters.install import forget_texts
+from pat_vllm.worker.images import without_data
 from pat_vllm.worker.linear_states import has_slots_for_drafts, settle
 from pat_vllm.worker.logits_processors import CarriedState, Lists, Packed, is_users
 
@@ -185,7 +187,8 @@ class V1RequestStateTransfer:
                     field.name: getattr(state, field.name)
                     for field in fields(CachedRequestState)
                     if field.name not in self._NEW
-                },
+                }
+                | {"mm_features": without_data(state.mm_features)},
                 prompt_token_ids=_pack(state.prompt_token_ids),
                 output_token_ids=np.asarray(state.output_token_ids, dtype=np.int32),
                 generator_state=state.generator.get_state() if state.generator else None,
@@ -222,6 +225,7 @@ class V1RequestStateTransfer:
         forget_sampled_tokens(runner.input_batch)
 
     def share(self, host: RunnerV1, runner: RunnerV1) -> None:
+        share_image_embeddings(runner, host)
         # The drafter "ngram_gpu" has a row in it for each request; `host` may have fewer rows. vLLM
         # fills a row from the CPU when a request comes, so nothing in it has to be carried.
         if hasattr(host, "token_ids_gpu_tensor"):
@@ -318,6 +322,7 @@ class V2RequestStateTransfer:
     def share(self, host: RunnerV2, runner: RunnerV2) -> None:
         share_penalty_counts(runner, host)
         share_grammar_bitmask(runner, host)
+        share_image_embeddings(runner, host)
 
 
 def _restore_written(

@@ -22,6 +22,7 @@ from vllm.v1.worker.worker_base import CompilationTimes
 from pat_vllm.drafts.shelf import RowUpdate, Shelf
 from pat_vllm.executor.lanes import LaneHandles, WorkerLanes
 from pat_vllm.executor.messages import (
+    EncoderInputs,
     ResolvedKernels,
     SwitchCommand,
     SwitchTimes,
@@ -41,6 +42,7 @@ from pat_vllm.patches.linear_attention import end_prompts_parts_with_blocks
 from pat_vllm.patches.runners import attention_workspace, buffers_of, use_attention_workspace
 from pat_vllm.start.setup import Setup
 from pat_vllm.worker.drafters.install import install_drafter
+from pat_vllm.worker.images import put_encoder_inputs
 from pat_vllm.worker.layout_config import (
     keep_block_size,
     kinds_of,
@@ -228,6 +230,7 @@ class PATWorkerMixin(WeightUpdatesMixin, _Base):
             encoder += times.encoder
             assert runtime.kv_cache_config is not None
             prefill_rate[layout] = warm_up(self, runtime.kv_cache_config.num_blocks, self._kinds)
+            runtime.runner.reset_mm_cache()  # vLLM does so in the active layout, later
         warm_up_moves(self._runtimes.values(), self._kinds, self._move_kv)
         self._synchronize_device()
         bandwidth = self._exchange.measure(_PROBE_BYTES)
@@ -304,6 +307,10 @@ class PATWorkerMixin(WeightUpdatesMixin, _Base):
         """Keep earlier responses, from which the drafters of all layouts copy drafts."""
         self._shelf.take(update)
 
+    def take_encoder_inputs(self, inputs: EncoderInputs) -> None:
+        """Give requests of a Model Runner V1 back what the next step encodes of their images."""
+        put_encoder_inputs(self.model_runner, inputs)
+
     def pat_echo(self, text: str) -> str:
         """Reply with the text. Replies that came before it are to earlier calls."""
         return text
@@ -350,6 +357,8 @@ class PATWorkerMixin(WeightUpdatesMixin, _Base):
         source, target = self._runtimes[command.source], self._runtimes[command.target]
         assert source is self._active, f"rank {self.rank} is in {self._active.layout}"
         assert target.connector is not None
+        # Embeddings of images, which B's schedulers know nothing of, lie where KV is staged.
+        source.runner.reset_encoder_cache()
 
         # Before 4: what the source's runners keep of requests, for 6; and states of linear
         # attention come to where they are without drafts.

@@ -18,7 +18,6 @@ from tests.support.fork_server import Program
 from tests.support.fp8_on_cpu import PACKING, has_fp8_kv
 from tests.support.models import random_model
 from tests.support.serve import PATIENCE, Server
-from tests.support.vision import torchvision_stub
 
 MIGRATE = {"policy": {"kind": "static", "tp": 1}, "kv_transfer": "migrate"}
 
@@ -50,8 +49,7 @@ def test_models_with_windows(model: str, tmp_path: Path) -> None:
 
 def test_text_of_a_class_for_images(tmp_path: Path) -> None:
     options: dict[str, Any] = {"model": random_model("qwen2_5_vl"), "language-model-only": True}
-    with torchvision_stub():  # vLLM imports it with the class
-        check_through_switches(Server(tmp_path / "serve.log", MIGRATE, **options))
+    check_through_switches(Server(tmp_path / "serve.log", MIGRATE, **options))
 
 
 def test_weights_and_kv_in_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

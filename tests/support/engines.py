@@ -76,7 +76,6 @@ def engine(
     let_vllm_look_at_numba()
     with contextlib.ExitStack() as inside:
         if model in vision.CLASSES:
-            inside.enter_context(vision.torchvision_stub())
             options = vision.TEXT_ONLY | options
         if model in LATENT:
             inside.enter_context(latent_in_chunks())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import shutil
 import tempfile
@@ -65,7 +66,8 @@ def kept_model(
         finish: changes the files that were made, before anybody sees them.
     """
     key = json.dumps([vars(RandomModel(**sizes)), finish.__qualname__]).encode()
-    for module in (__file__, families.__file__, models.__file__, random_tokenizer.__file__):
+    makers = [families.__file__, models.__file__, random_tokenizer.__file__, inspect.getfile(finish)]
+    for module in (__file__, *makers):
         key += Path(module).read_bytes()
     target = directory.resolve() / f"{name}-{hashlib.sha256(key).hexdigest()[:12]}"
     if target.is_dir():

@@ -1,25 +1,19 @@
-"""Tiny vision-language checkpoints: a text model of the tests with a tower of noise, for text only.
+"""Tiny vision-language checkpoints: a text model of the tests with a tower of noise.
 
 A class's text is that of the text model, weight by weight, so that the two say the same. vLLM
-imports torchvision with each class, which the CPU build cannot have; see `torchvision_stub`.
+imports torchvision with each class, of which tests have what Python there is (`torchvision_ops`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 Names = Mapping[str, str]
 """How weights' names begin in a checkpoint, by how they do in transformers."""
 
-STUB = Path(__file__).parent / "torchvision_stub"
 TEXT_ONLY = {"language_model_only": True}
 """vLLM's option."""
 
@@ -31,18 +25,6 @@ _TOKENS = {
     "vision_start_token_id": 502,
     "vision_end_token_id": 503,
 }
-
-
-@contextlib.contextmanager
-def torchvision_stub() -> Iterator[None]:
-    """Inside, this process and those that it starts can import vision-language classes."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(STUB)
-        path = [str(STUB), os.environ.get("PYTHONPATH", "")]
-        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, path)))
-        for name in [module for module in sys.modules if module.partition(".")[0] == "torchvision"]:
-            patch.delitem(sys.modules, name)  # another test's, perhaps
-        yield
 
 
 def _gemma3(text: dict[str, Any]) -> dict[str, Any]:
@@ -102,7 +84,7 @@ def _write(path: Path, make: Callable[[dict[str, Any]], dict[str, Any]], names: 
     text = json.loads((path / "config.json").read_text())
     given = make(text) | {name: text[name] for name in ("tie_word_embeddings", "dtype")}
     config = AutoConfig.for_model(given.pop("model_type"), **given)
-    with torchvision_stub(), torch.device("meta"):
+    with torch.device("meta"):
         model = AutoModelForImageTextToText.from_config(config)
     config.architectures = [type(model).__name__]
     weights = {
@@ -115,13 +97,78 @@ def _write(path: Path, make: Callable[[dict[str, Any]], dict[str, Any]], names: 
             continue  # the text model has them one by one
         if name not in weights and not (text["tie_word_embeddings"] and name == "lm_head.weight"):
             assert "language_model" not in name, f"the text model has no {name}"
-            weights[name] = torch.randn(meta.shape, generator=generator)
+            weights[name] = _noise(name, meta.shape, generator)
     named = {}
     for name, weight in weights.items():
         start = next((start for start in names if name.startswith(start)), "")
         named[names.get(start, "") + name.removeprefix(start)] = weight
     save_file(named, path / "model.safetensors", metadata={"format": "pt"})
     config.save_pretrained(path)
+    if "image_token_id" in given:  # a Qwen
+        _write_processor(path, config.vision_config.patch_size)
+
+
+def _noise(name: str, shape: Any, generator: Any) -> Any:
+    """A weight of a tower, through which the scale of what it is given comes about unchanged."""
+    import torch
+
+    noise = torch.randn(shape, generator=generator)
+    if len(shape) == 1:
+        return 0.1 * noise + (name.endswith("weight"))  # a norm's, or a bias
+    return noise * noise[0].numel() ** -0.5
+
+
+_SPECIAL = {
+    "image_token_id": "<|image_pad|>",
+    "video_token_id": "<|video_pad|>",
+    "vision_start_token_id": "<|vision_start|>",
+    "vision_end_token_id": "<|vision_end|>",
+}
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] + ': ' }}"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for part in message['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}"
+    "{% elif part['type'].startswith('video') %}<|vision_start|><|video_pad|><|vision_end|>"
+    "{% else %}<|vision_start|><|image_pad|><|vision_end|>{% endif %}{% endfor %}{% endif %}"
+    "{{ '\\n' }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+)
+
+
+def _write_processor(path: Path, patch_size: int) -> None:
+    """Give a Qwen checkpoint what makes tokens of images and videos."""
+    _name_tokens(path, {_TOKENS[of]: name for of, name in _SPECIAL.items()})
+    sizes = {"patch_size": patch_size, "temporal_patch_size": 2, "merge_size": 2}
+    area = (2 * patch_size) ** 2  # pixels of a token
+    limits = {"shortest_edge": 2 * area, "longest_edge": 64 * area}
+    common = {**sizes, "size": limits, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    video = "Qwen3VLVideoProcessor" if patch_size == 16 else "Qwen2VLVideoProcessor"
+    files = {
+        "preprocessor_config.json": {"image_processor_type": "Qwen2VLImageProcessor"},
+        "video_preprocessor_config.json": {"video_processor_type": video},
+    }
+    for name, fields in files.items():
+        (path / name).write_text(json.dumps(common | fields))
+
+
+def _name_tokens(path: Path, names: Mapping[int, str]) -> None:
+    """Have a byte-level tokenizer's tokens of these ids be special ones of these names."""
+    file = path / "tokenizer.json"
+    whole = json.loads(file.read_text())
+    model = whole["model"]
+    gone = {token for token, index in model["vocab"].items() if index in names}
+    model["vocab"] = {t: i for t, i in model["vocab"].items() if t not in gone}
+    model["vocab"] |= {name: index for index, name in names.items()}
+    model["merges"] = [
+        (a, b) for a, b in model["merges"] if not {a, b, a + b} & gone
+    ]
+    like = whole["added_tokens"][0]
+    whole["added_tokens"] += [like | {"id": i, "content": name} for i, name in names.items()]
+    file.write_text(json.dumps(whole))
+    settings = path / "tokenizer_config.json"
+    settings.write_text(
+        json.dumps(json.loads(settings.read_text()) | {"chat_template": _CHAT_TEMPLATE})
+    )
+    (path / "chat_template.jinja").write_text(_CHAT_TEMPLATE)
 
 
 # One function for each checkpoint: a kept one is known by the name of the function that made it.

@@ -8,7 +8,6 @@ import pytest
 pytest.importorskip("verl")
 
 from tests.support.models import random_model
-from tests.support.vision import torchvision_stub
 from tests.verl.models import few_tokens
 from tests.verl.reference import CLOSE, Reference
 from tests.verl.servers import server
@@ -51,7 +50,7 @@ def check_text(name: str, close: float) -> None:
     """Weights come with the names that transformers gives them, in either layout."""
     models = [random_model(name), random_model(f"{name}_updated")]
     options = ("engine_kwargs.vllm.language_model_only=true", *IN_PLACE)
-    with torchvision_stub(), server(models[0], *options) as pat:
+    with server(models[0], *options) as pat:
         for step, model in enumerate(models):
             if step:
                 pat.do(pat.push(model, step))

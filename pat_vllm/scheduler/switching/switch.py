@@ -24,6 +24,7 @@ from vllm.v1.request import Request, RequestStatus
 from pat_vllm.executor.messages import SwitchCommand, SwitchTimes
 from pat_vllm.layout import Layout
 from pat_vllm.reporting import SwitchReport
+from pat_vllm.scheduler.images import has_images
 from pat_vllm.scheduler.replica import Replica
 from pat_vllm.scheduler.switching.switch_plan import CarriedRequest, SwitchPlan
 
@@ -162,7 +163,8 @@ def _carried(active: ReplicaSet, target: Layout, costs: CostModel) -> list[Carri
     """The unfinished requests in the order in which the target layout is to serve them.
 
     Requests that have started come first, replica by replica, then the others by arrival. Where
-    computing again is cheaper than moving KV, a request does not read carried caches either.
+    computing again is cheaper than moving KV, a request does not read carried caches either. Of
+    images it is taken not to be: what a tower costs is not measured.
     """
     num_seqs = active.num_seqs
     carried = []
@@ -171,7 +173,10 @@ def _carried(active: ReplicaSet, target: Layout, costs: CostModel) -> list[Carri
         # In vLLM's queue `kv_holding_waiting` are requests that have not run since the last switch.
         for request in (*scheduler.running, *scheduler.kv_holding_waiting, *scheduler.waiting):
             computed = request.num_computed_tokens
-            move_is_cheaper = costs.choose(computed, active.layout, target, num_seqs) == "migrate"
+            move_is_cheaper = costs.mode != "recompute" and (
+                has_images(request, computed)
+                or costs.choose(computed, active.layout, target, num_seqs) == "migrate"
+            )
             carried.append(
                 CarriedRequest(
                     request=request,

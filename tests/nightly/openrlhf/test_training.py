@@ -12,7 +12,6 @@ import pytest
 
 from tests.openrlhf.training import COLOCATED, IN_SYNC, SWITCHING, assert_trained, training
 from tests.support.random_models import make_model
-from tests.support.vision import STUB
 
 pytest.importorskip("openrlhf", reason="make test-openrlhf")
 pytestmark = pytest.mark.timeout(2400)
@@ -80,8 +79,7 @@ def test_linear_attention(arch: str, tmp_path: Path) -> None:
     make_model(tmp_path / "model", gain=0.5, dtype="bfloat16", **shape)
     model = ("--actor.model_name_or_path", str(tmp_path / "model"))
     pat = {**SWITCHING, "weights": "inplace"}
-    # vLLM imports torchvision with each class of Qwen3.5.
-    with training(*model, *THREE_STEPS, pat=pat, PYTHONPATH=str(STUB)) as run:
+    with training(*model, *THREE_STEPS, pat=pat) as run:
         assert_trained(run, steps=3, over_ray=True)
 
 
