@@ -16,6 +16,7 @@ from pat_vllm.modelled.roofline import Machine
 from pat_vllm.models.checkpoint import NamedConfig, NamedDrafter, named_drafter
 from pat_vllm.models.drafter_size import DrafterSize
 from pat_vllm.models.model_size import ModelSize
+from pat_vllm.models.tower_size import TowerSize
 from pat_vllm.models.moe_config import MoEConfig
 from pat_vllm.models.quantization import FP8_KV, FP8_ONLINE, Quantized, quantization_of
 from pat_vllm.predictor.cost import CostModel
@@ -140,6 +141,7 @@ def modelled_engines(
     gpu = GPUS[name]
     _check_ranks(size, model.name, ranks)
     drafter = named_drafter(options.drafter) if options.drafter else None
+    tower = None if model.text_only else model.vision
     of_drafter = DrafterSize.of(drafter.method, size, drafter.fields) if drafter else None
     lengths: tuple[int, ...] = (0,)
     if acceptance:
@@ -151,6 +153,7 @@ def modelled_engines(
         gpu_memory_utilization=gpu_memory_utilization,
         num_speculative_tokens=lengths[-1],
         drafter=of_drafter,
+        tower=TowerSize.of(tower),
         link=gpu.link,
     )
     of_dtypes = "".join(f", {option}={value}" for option, value in dtypes.items())
@@ -177,6 +180,7 @@ def modelled_engines(
         gpu.device,
         quantized=quantized,
         drafter=(drafter.method, drafter.fields) if drafter else None,
+        tower=tower,
         load=load,
     )
     engine = replace(shape, layouts=choice.layouts, experts=choice.experts)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pat_vllm.files.reading import read_json, read_json_object, shown
+from pat_vllm.models.images import SERVED
 from pat_vllm.models.known_models import MODEL_SHAPES
 from pat_vllm.models.layer_sizes import text_of
 from pat_vllm.models.model_classes import class_name, known_class
@@ -26,11 +27,13 @@ class NamedConfig(NamedTuple):
 
     Attributes:
         text_only: whether the model takes more than text, of which PAT serves the text alone.
+        vision: its `vision_config`, if PAT serves it with images.
     """
 
     fields: Mapping[str, Any]
     name: str
     text_only: bool = False
+    vision: Mapping[str, Any] | None = None
 
 
 def named_config(model: str, with_defaults: WithDefaults = lambda config: None) -> NamedConfig:
@@ -71,7 +74,9 @@ def named_config(model: str, with_defaults: WithDefaults = lambda config: None) 
     has_more = any(isinstance(config.get(part), dict) for part in ("text_config", "vision_config"))
     if (quantization := quantization_config(config)) is not None:
         fields = {**fields, "quantization_config": quantization}
-    return NamedConfig(fields, path.resolve().parent.name, has_more)
+    served = class_name(config) in SERVED
+    vision = config.get("vision_config") if served else None
+    return NamedConfig(fields, path.resolve().parent.name, has_more and not served, vision)
 
 
 class NamedDrafter(NamedTuple):

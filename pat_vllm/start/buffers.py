@@ -15,6 +15,7 @@ from pat_vllm.layout import Experts, Layout
 from pat_vllm.modelled.gpus import Link, MiB
 from pat_vllm.models.drafter_size import DrafterSize
 from pat_vllm.models.model_size import ModelSize
+from pat_vllm.models.tower_size import LARGEST_IMAGE, TowerSize
 from pat_vllm.start.limits import Limits, layout_limits
 
 FLASHINFER_WORKSPACE = 394 * MiB
@@ -44,6 +45,7 @@ class EngineShape:
         attention: the backend, where it keeps large buffers.
         num_speculative_tokens: the most draft tokens; 0 without speculation.
         drafter: what makes them, if it has weights.
+        tower: that of a class that takes images; None: the engine takes text alone.
         link: what connects the GPUs; None: not known.
     """
 
@@ -63,7 +65,13 @@ class EngineShape:
     attention: Literal["FLASH_ATTN", "FLASHINFER", "CPU_ATTN"] = "FLASH_ATTN"
     num_speculative_tokens: int = 0
     drafter: DrafterSize | None = None
+    tower: TowerSize | None = None
     link: Link | None = None
+
+    def encoder_tokens(self, layout: Layout) -> int:
+        """Tokens of images that a replica of a layout encodes at once, and keeps."""
+        largest = min(LARGEST_IMAGE, self.max_model_len)
+        return max(self.limits(layout).max_num_batched_tokens, largest)
 
     def limits(self, layout: Layout) -> Limits:
         """What a replica of a layout runs at once."""
@@ -132,6 +140,10 @@ def runner_buffers(model: ModelSize, engine: EngineShape, layout: Layout) -> lis
         # The hidden states that it begins with, and for each an id and a position.
         width = engine.drafter.model.hidden
         buffers.append(Buffer(tokens * (width * model.dtype_bytes + 4 + 8)))
+    if engine.tower is not None:
+        # What a step is given in place of ids (V1 has it for all models), and of deepstack.
+        rows = engine.tower.levels + (engine.runner == "V2")
+        buffers.append(Buffer(rows * tokens * model.hidden * model.dtype_bytes, shared=True))
     if engine.attention == "FLASHINFER":
         elements = tokens * (model.heads // layout.tp) * model.head_dim
         workspace = max(FLASHINFER_WORKSPACE, elements * _FLASHINFER_BYTES_PER_ELEMENT)

@@ -19,6 +19,7 @@ from pat_vllm.modelled.gpus import Device, Gpu, Link, gib, known_gpu, link_of
 from pat_vllm.modelled.roofline import Machine
 from pat_vllm.models.drafter_size import DrafterSize
 from pat_vllm.models.model_size import ModelSize
+from pat_vllm.models.tower_size import TowerSize
 from pat_vllm.models.moe_config import MoEConfig
 from pat_vllm.models.quantization import PLAIN, Quantized
 from pat_vllm.predictor.draft_schedule import draft_lengths
@@ -88,6 +89,7 @@ def choose(
     dtype_bytes: int = 2,
     quantized: Quantized = PLAIN,
     drafter: tuple[str, Mapping[str, Any]] | None = None,
+    tower: Mapping[str, Any] | None = None,
     load: Load,
 ) -> Choice:
     """The layouts of an engine. What its user names is kept.
@@ -95,12 +97,13 @@ def choose(
     Args:
         model_config: contents of the model's `config.json`.
         pat: PAT's options.
-        engine: its other options; `layouts`, `experts`, `pat`, `drafter` and `link` are not looked
-            at.
+        engine: its other options; `layouts`, `experts`, `pat`, `drafter`, `tower` and `link` are
+            not looked at.
         ranks: number of the engine's ranks.
         device: what each rank runs on; None: nothing is known of it.
         dtype_bytes, quantized: as `ModelSize` has them.
         drafter: of one with weights, vLLM's method, and the contents of its `config.json`.
+        tower: a class's `vision_config`, if the engine takes images.
         load: the batch that is expected.
 
     Raises:
@@ -109,7 +112,11 @@ def choose(
     mixture = MoEConfig.from_config(model_config)
     try:
         model = ModelSize.of(model_config, dtype_bytes, quantized)
-        engine = replace(engine, drafter=drafter and DrafterSize.of(drafter[0], model, drafter[1]))
+        engine = replace(
+            engine,
+            drafter=drafter and DrafterSize.of(drafter[0], model, drafter[1]),
+            tower=TowerSize.of(tower),
+        )
     except ValueError:  # its kind is one whose sizes are not known
         model = None
     link = None if device is None else link_of(device)

@@ -128,7 +128,7 @@ class RankMemory:
 
     Attributes:
         requested: what vLLM may use, `gpu_memory_utilization` of the device.
-        weights: weights, also a drafter's, what each layout makes of them for latent attention,
+        weights: weights, also a drafter's and a tower's, what each layout makes of them for latent attention,
             and the table of rotary embeddings.
         swap_tables: tables of the rows that trade places between layouts.
         communicators: those of groups that do not span all ranks, one for each tp (vLLM makes a
@@ -167,6 +167,8 @@ def estimate(model: ModelSize, engine: EngineShape, device: Device) -> RankMemor
     weights = sum(model.weight_bytes(layout.tp, spread) for layout in held)
     if engine.drafter is not None:
         weights += sum(engine.drafter.weight_bytes(layout.tp, spread) for layout in held)
+    if engine.tower is not None:
+        weights += len(held) * engine.tower.weights * model.dtype_bytes
     weights += sum(model.absorbed_bytes(layout.tp) for layout in layouts)
     weights += model.rotary_bytes
     tables = model.swap_table_bytes(layouts, spread) if in_place else 0
@@ -183,10 +185,7 @@ def estimate(model: ModelSize, engine: EngineShape, device: Device) -> RankMemor
         buffer.device for of_layout in buffers for buffer in of_layout if not buffer.with_kv
     )
     late = [sum(buffer.device for buffer in of_layout if buffer.with_kv) for of_layout in buffers]
-    steps = [
-        model.step_bytes(layout.tp, limit.max_num_batched_tokens, limit.max_num_seqs)
-        for layout, limit in zip(layouts, limits, strict=True)
-    ]
+    steps = [_step_bytes(model, engine, layout) for layout in layouts]
     of_kv = with_kv_of(model, engine.drafter)
     block_size = of_kv.block_size(layouts[0].tp, engine.block_size)
     share = _kv_share(of_kv, engine.max_model_len, block_size, engine.num_speculative_tokens)
@@ -217,6 +216,18 @@ def estimate(model: ModelSize, engine: EngineShape, device: Device) -> RankMemor
         },
         pinned=sum(buffer.pinned for of_layout in buffers for buffer in of_layout),
     )
+
+
+def _step_bytes(model: ModelSize, engine: EngineShape, layout: Layout) -> int:
+    """Activations of a layout's largest step: of the images of one, or of the text that follows
+    while their embeddings are kept."""
+    limit = engine.limits(layout)
+    text = model.step_bytes(layout.tp, limit.max_num_batched_tokens, limit.max_num_seqs)
+    if (tower := engine.tower) is None:
+        return text
+    images = engine.encoder_tokens(layout)
+    kept = tower.embeddings(images) * model.dtype_bytes
+    return max(tower.step(images) * model.dtype_bytes, text + kept)
 
 
 def _layers_by_kind(model: ModelSize) -> tuple[int, int, int]:

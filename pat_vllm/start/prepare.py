@@ -190,6 +190,7 @@ def _choose_layouts(vllm_config: VllmConfig, options: PATConfig) -> None:
             vllm_config.cache_config.cache_dtype,
         ),
         drafter=drafter_of(vllm_config.speculative_config),
+        tower=fields_of(model.hf_config.vision_config) if takes_images(model) else None,
         load=expected_load(options, shape, ranks),
     )
     found = "; ".join(filter(None, (pinned + choice.found, choice.warning)))

@@ -111,6 +111,17 @@ LINEAR_PACKED = EngineSpec(
 )
 # Text alone of a class for images, whose positions are threefold, and published names its own.
 VISION = EngineSpec("vision", "qwen2_5_vl", 2, IN_PLACE, UPDATES | WHOLE_PROMPTS)
+# With its images: a prompt comes in parts, some of which end within an image.
+OF_IMAGES: dict[str, Any] = {
+    "language_model_only": False,
+    "limit_mm_per_prompt": {"image": 4, "video": 1},
+    "long_prefill_token_threshold": 48,
+    "max_num_batched_tokens": 1000,
+}
+IMAGES = EngineSpec("images", "qwen2_5_vl", 2, IN_PLACE, UPDATES | OF_IMAGES)
+IMAGES_V2 = EngineSpec(
+    "images, V2", "qwen3_vl", 2, IN_PLACE, UPDATES | OF_IMAGES, model_runner_v2=True
+)
 # KV in 8 bits, of both kinds; and windows with it.
 FP8_KV, FP8_WINDOWS = (
     EngineSpec(

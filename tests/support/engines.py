@@ -201,6 +201,9 @@ class Job:
     arrives: int = 0
     """Engine step before which `run` adds it."""
     priority: int = 0
+    media: tuple[tuple[str, int, int, int], ...] = ()
+    """Kind ("image" or "video"), seed, width and height in pixels of each one, for whose tokens the
+    prompt has `tests.support.vision.PLACE`."""
 
 
 @dataclass
@@ -241,7 +244,10 @@ def add_job(llm: Any, name: str, job: Job) -> None:
     """Add a job to the engine; `run` sees its outputs, also of one that it was not given."""
     from vllm import SamplingParams
 
-    prompt, params = {"prompt_token_ids": job.prompt}, SamplingParams(**job.sampling)
+    prompt: dict[str, Any] = {"prompt_token_ids": job.prompt}
+    params = SamplingParams(**job.sampling)
+    if job.media:
+        prompt["multi_modal_data"] = vision.data_of(job.media)
     llm.llm_engine.add_request(name, prompt, params, priority=job.priority)
 
 

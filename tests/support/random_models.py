@@ -66,7 +66,12 @@ def kept_model(
         finish: changes the files that were made, before anybody sees them.
     """
     key = json.dumps([vars(RandomModel(**sizes)), finish.__qualname__]).encode()
-    makers = [families.__file__, models.__file__, random_tokenizer.__file__, inspect.getfile(finish)]
+    makers = [
+        families.__file__,
+        models.__file__,
+        random_tokenizer.__file__,
+        inspect.getfile(finish),
+    ]
     for module in (__file__, *makers):
         key += Path(module).read_bytes()
     target = directory.resolve() / f"{name}-{hashlib.sha256(key).hexdigest()[:12]}"

@@ -7,7 +7,7 @@ imports torchvision with each class, of which tests have what Python there is (`
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +91,9 @@ def _write(path: Path, make: Callable[[dict[str, Any]], dict[str, Any]], names: 
         name.replace("model.", "model.language_model.", 1): weight
         for name, weight in load_file(path / "model.safetensors").items()
     }
-    generator = torch.Generator().manual_seed(0)
+    # Another tower for other text: an update brings both.
+    seed = int(1e6 * next(iter(weights.values())).abs().flatten()[0])
+    generator = torch.Generator().manual_seed(seed)
     for name, meta in model.state_dict().items():
         if ".experts." in name:
             continue  # the text model has them one by one
@@ -124,6 +126,31 @@ _SPECIAL = {
     "vision_start_token_id": "<|vision_start|>",
     "vision_end_token_id": "<|vision_end|>",
 }
+PLACE = {
+    kind: [
+        _TOKENS[f"vision_{part}_token_id"] if part else _TOKENS[f"{kind}_token_id"]
+        for part in ("start", "", "end")
+    ]
+    for kind in ("image", "video")
+}
+"""Tokens that stand for an image or a video in a prompt, by kind."""
+
+
+def data_of(media: Iterable[tuple[str, int, int, int]]) -> dict[str, list[Any]]:
+    """vLLM's `multi_modal_data`: noise of a kind, seed, width and height each."""
+    import numpy as np
+    from PIL import Image
+
+    data: dict[str, list[Any]] = {}
+    for kind, seed, width, height in media:
+        frames = (4, height, width, 3) if kind == "video" else (height, width, 3)
+        pixels = np.random.default_rng(seed).integers(0, 255, frames, dtype=np.uint8)
+        times = {"fps": 2.0, "duration": 2.0, "total_num_frames": 4, "frames_indices": [0, 1, 2, 3]}
+        item = (pixels, times) if kind == "video" else Image.fromarray(pixels)
+        data.setdefault(kind, []).append(item)
+    return data
+
+
 _CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] + ': ' }}"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
@@ -158,9 +185,7 @@ def _name_tokens(path: Path, names: Mapping[int, str]) -> None:
     gone = {token for token, index in model["vocab"].items() if index in names}
     model["vocab"] = {t: i for t, i in model["vocab"].items() if t not in gone}
     model["vocab"] |= {name: index for index, name in names.items()}
-    model["merges"] = [
-        (a, b) for a, b in model["merges"] if not {a, b, a + b} & gone
-    ]
+    model["merges"] = [(a, b) for a, b in model["merges"] if not {a, b, a + b} & gone]
     like = whole["added_tokens"][0]
     whole["added_tokens"] += [like | {"id": i, "content": name} for i, name in names.items()]
     file.write_text(json.dumps(whole))
