@@ -16,9 +16,9 @@ from pat_vllm.modelled.roofline import Machine
 from pat_vllm.models.checkpoint import NamedConfig, NamedDrafter, named_drafter
 from pat_vllm.models.drafter_size import DrafterSize
 from pat_vllm.models.model_size import ModelSize
-from pat_vllm.models.tower_size import TowerSize
 from pat_vllm.models.moe_config import MoEConfig
 from pat_vllm.models.quantization import FP8_KV, FP8_ONLINE, Quantized, quantization_of
+from pat_vllm.models.tower_size import TowerSize
 from pat_vllm.predictor.cost import CostModel
 from pat_vllm.predictor.planner import Planner
 from pat_vllm.predictor.steps.step_time import StepTimeModel

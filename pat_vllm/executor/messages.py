@@ -15,7 +15,6 @@ from pat_vllm.drafts.shelf import RowUpdate
 from pat_vllm.kv_transfer.plan import BlockMove
 from pat_vllm.layout import Layout
 
-
 EncoderInputs: TypeAlias = dict[str, dict[int, MultiModalKwargsItem]]
 """Data of images, such as pixels, by request id and index in the request's `mm_features`."""
 

@@ -248,20 +248,17 @@ def share_image_embeddings(runner: RunnerV1 | RunnerV2, host: RunnerV1 | RunnerV
 
     Without it: each layout takes `max_num_batched_tokens * hidden_size` elements for what a Model
     Runner V2 is given, and as many for each level of deepstack. Only one layout steps at any time:
-    it writes what it is given, and leaves deepstack's zero, as text finds it. Missing seam: a runner
-    and a model that take given buffers.
+    it writes what it is given, and leaves deepstack's zero, as text finds it. Missing seam: a
+    runner and a model that take given buffers.
     """
-    buffers: list[tuple[Any, Any, Any]] = []
-    models: tuple[Any, Any] = runner.get_model(), host.get_model()
-    of_model = [getattr(model, "deepstack_input_embeds", ()) for model in models]
-    buffers += [(*of_model, level) for level in range(min(map(len, of_model)))]
-    encoders = [
-        vars(getattr(getattr(each, "model_state", None), "encoder_runner", object))
-        for each in (runner, host)
-    ]
-    if all("inputs_embeds" in encoder for encoder in encoders):
-        buffers.append((*encoders, "inputs_embeds"))
-    for own, shared, key in buffers:
+
+    def holders(of: Any) -> list[tuple[Any, Any]]:
+        levels = getattr(of.get_model(), "deepstack_input_embeds", ())
+        encoder = getattr(getattr(of, "model_state", None), "encoder_runner", None)
+        inputs = [] if encoder is None else [(vars(encoder), "inputs_embeds")]
+        return [*((levels, level) for level in range(len(levels))), *inputs]
+
+    for (own, key), (shared, _) in zip(holders(runner), holders(host), strict=True):
         larger = max(own[key], shared[key], key=len)
         own[key], shared[key] = larger[: len(own[key])], larger[: len(shared[key])]
 

@@ -43,8 +43,8 @@ def encoder_inputs_to_send(
 ) -> EncoderInputs | None:
     """Data of the images to encode in a step that model runners of V1 lack; None: of none.
 
-    They got it when a request was new. A switch takes none along, and what a hit in the prefix cache
-    covered was not sent: if the request has to be computed again, its images are, too.
+    They got it when a request was new. A switch takes none along, and what a hit in the prefix
+    cache covered was not sent: if the request has to be computed again, its images are, too.
     """
     if not step.scheduled_encoder_inputs:
         return None

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request, RequestStatus
 
     from pat_vllm.drafts.shelf import RowUpdate
-    from pat_vllm.executor.messages import EncoderInputs
     from pat_vllm.executor.executor import PATExecutorMixin, StepResult
+    from pat_vllm.executor.messages import EncoderInputs
     from pat_vllm.layout import Layout
     from pat_vllm.scheduler.monitor import Monitor
 
@@ -182,12 +182,12 @@ class ReplicaSet:
         return reset
 
     def reset_encoder_cache(self) -> None:
-        """As vLLM's, of all replicas: images are encoded again. Workers have a call of their own."""
+        """As vLLM's, of all replicas: images are encoded again. Workers have another call."""
         for replica in self.replicas:
             replica.scheduler.reset_encoder_cache()
 
     def _forget_stale_images(self) -> None:
-        """Have no image of other weights in a step; trainers need not reset the caches of towers."""
+        """Have no image of other weights in a step, also if a trainer resets no encoder cache."""
         if self._encoded_with == self.executor.weights_version or not self._takes_images:
             return
         self._encoded_with = self.executor.weights_version

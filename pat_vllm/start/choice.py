@@ -19,9 +19,9 @@ from pat_vllm.modelled.gpus import Device, Gpu, Link, gib, known_gpu, link_of
 from pat_vllm.modelled.roofline import Machine
 from pat_vllm.models.drafter_size import DrafterSize
 from pat_vllm.models.model_size import ModelSize
-from pat_vllm.models.tower_size import TowerSize
 from pat_vllm.models.moe_config import MoEConfig
 from pat_vllm.models.quantization import PLAIN, Quantized
+from pat_vllm.models.tower_size import TowerSize
 from pat_vllm.predictor.draft_schedule import draft_lengths
 from pat_vllm.predictor.planner import Planner
 from pat_vllm.predictor.whole_batch import best_plan

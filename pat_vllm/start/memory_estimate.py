@@ -128,8 +128,8 @@ class RankMemory:
 
     Attributes:
         requested: what vLLM may use, `gpu_memory_utilization` of the device.
-        weights: weights, also a drafter's and a tower's, what each layout makes of them for latent attention,
-            and the table of rotary embeddings.
+        weights: weights, also a drafter's and a tower's, what each layout makes of them for latent
+            attention, and the table of rotary embeddings.
         swap_tables: tables of the rows that trade places between layouts.
         communicators: those of groups that do not span all ranks, one for each tp (vLLM makes a
             group of all ranks before it looks at what is free); FlashInfer's buffers of every

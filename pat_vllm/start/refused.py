@@ -428,7 +428,6 @@ RULES = (
         "lru",
         why="of one in shared memory every rank would have to read each image",
     ),
-    _with_images("mm_tensor_ipc", "direct_rpc"),
     _with_images("mm_ipc_gpu_memory_gb", 0, why="layouts count all of the GPU's memory"),
     _with_images("mm_encoder_only", False),
     Rule("mm_processor_device", _processor_device, "cpu: layouts count all of the GPU's memory"),

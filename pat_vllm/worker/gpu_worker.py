@@ -19,6 +19,7 @@ from pat_vllm.patches.replacing import replaced
 from pat_vllm.patches.runners import capture_on, graphs_measured_apart, report_weights_memory
 from pat_vllm.start.memory_estimate import Measured, kv_cache_bytes
 from pat_vllm.weights.experts import what_slows
+from pat_vllm.worker.images import clear_deepstack
 from pat_vllm.worker.late_memory import (
     check_room,
     measure_buffers,
@@ -151,6 +152,8 @@ class PATGPUWorker(PATWorkerMixin, MakesModelRunner, Worker):
                 for name, buffer in model.named_buffers():
                     buffer.copy_(buffers[name])
             self._sleeping_buffers = {}
+            for runtime in self._runtimes.values():
+                clear_deepstack(runtime.runner)
 
     @contextmanager
     def _in_base(self) -> Iterator[None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pat_vllm.patches.runners import is_v2
 
@@ -27,3 +27,13 @@ def put_encoder_inputs(runner: ModelRunner, inputs: EncoderInputs) -> None:
         features = runner.requests[request_id].mm_features
         for index, item in data.items():
             features[index] = replace(features[index], data=item)
+
+
+def clear_deepstack(runner: ModelRunner) -> None:
+    """Make what a class keeps of images for its deeper layers zero, as text has to find it.
+
+    It is in the pool of weights, which sleep may discard, and vLLM keeps registered buffers only.
+    """
+    model: Any = runner.get_model()
+    for level in getattr(model, "deepstack_input_embeds", ()):
+        level.zero_()

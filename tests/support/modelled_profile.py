@@ -78,7 +78,7 @@ def modelled_profile(
     Raises:
         ValueError: an unknown GPU or model, or no layout is possible.
     """
-    model_config, name, _ = model if isinstance(model, NamedConfig) else named_config(model)
+    model_config, name, *_ = model if isinstance(model, NamedConfig) else named_config(model)
     gpu = gpu_named(gpu)
     figures = GPUS[gpu]
     shape = ModelSize.of(model_config)

@@ -42,7 +42,7 @@ Found = tuple[str, str, str]
 
 def table() -> list[str]:
     """Its lines, in Markdown."""
-    columns = ["weights", *ENGINES, "Model Runner V2", "drafts", *TRAINERS]
+    columns = ["weights", *ENGINES, "Model Runner V2", "drafts", "images", *TRAINERS]
     nights: dict[tuple[str, str], dict[str, bool]] = defaultdict(dict)
     for path in sorted(ROOT.glob("tests/**/*.py")):
         for model, column, mark in _found(path):
@@ -86,6 +86,7 @@ def _of_engines(module: Any, name: str, test: Any) -> Iterator[Found]:
         columns = [column for column, names in ENGINES.items() if re.match(names, name)]
         columns += ["Model Runner V2"] * spec.model_runner_v2
         columns += ["drafts"] * ("speculative_config" in spec.options)
+        columns += ["images"] * (spec.options.get("language_model_only") is False)
         yield from ((spec.model, column, str(spec.ranks)) for column in columns)
 
 

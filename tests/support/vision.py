@@ -59,6 +59,13 @@ def _qwen3_vl(text: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _qwen3_vl_moe(text: dict[str, Any]) -> dict[str, Any]:
+    return _qwen3_vl(text) | {
+        "model_type": "qwen3_vl_moe",
+        "text_config": _with_sections(text, "qwen3_vl_moe_text", mrope_interleaved=True),
+    }
+
+
 def _qwen3_5(text: dict[str, Any]) -> dict[str, Any]:
     tower = _TOWER | {"depth": 1, "num_heads": 4, "out_hidden_size": text["hidden_size"]}
     return _TOKENS | {
@@ -226,6 +233,11 @@ def qwen3_vl(path: Path) -> None:
     _write(path, _qwen3_vl, {})
 
 
+def qwen3_vl_moe(path: Path) -> None:
+    """With names of experts as vLLM has them."""
+    _write(path, _qwen3_vl_moe, {})
+
+
 def qwen3_5(path: Path) -> None:
     """As published, which are transformers' names."""
     _write(path, _qwen3_5, {})
@@ -242,6 +254,7 @@ CLASSES: dict[str, tuple[str, str, Callable[[Path], None]]] = {
     ),
     "qwen3_vl": ("qwen3", "Qwen3VLForConditionalGeneration", qwen3_vl),
     "qwen3_vl_updated": ("qwen3_updated", "Qwen3VLForConditionalGeneration", qwen3_vl),
+    "qwen3_vl_moe": ("qwen3_moe", "Qwen3VLMoeForConditionalGeneration", qwen3_vl_moe),
     "qwen3_5_vl": ("qwen3_5", "Qwen3_5ForConditionalGeneration", qwen3_5),
     "qwen3_5_vl_updated": ("qwen3_5_updated", "Qwen3_5ForConditionalGeneration", qwen3_5),
     "qwen3_5_moe_vl": ("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", qwen3_5),

@@ -52,6 +52,15 @@ MODELS: dict[str, dict[str, Any]] = {
             num_hidden_layers=2, intermediate_size=128, image_size=32, patch_size=16,
         ),
     ),
+    "qwen_vl": model(
+        "Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl", text_config=dict(
+            model_type="qwen2_5_vl_text", **DENSE,
+            rope_parameters=dict(rope_type="default", rope_theta=1e4, mrope_section=[1, 1, 2]),
+        ),
+        vision_config=dict(model_type="qwen2_5_vl", hidden_size=32, depth=1, num_heads=4,
+                           intermediate_size=64, out_hidden_size=48),
+        image_token_id=500, video_token_id=501,
+    ),
     "whisper": dict(
         architectures=["WhisperForConditionalGeneration"], model_type="whisper", d_model=64,
         encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
@@ -110,6 +119,11 @@ OPTIONS: list[tuple[str, str, Any, str, dict[str, Any]]] = [
     ("llama", "kv_offloading_size", 1.5, "None", {}),
     ("llama", "runner", "pooling", "generate", {}),
     ("next", "prefix_match_unit", 16, "None", {}),
+    ("qwen_vl", "mm_processor_cache_type", "shm", "lru", {}),
+    ("qwen_vl", "mm_ipc_gpu_memory_gb", 1, "0", {}),
+    ("qwen_vl", "mm_encoder_only", True, "False", {}),
+    ("qwen_vl", "mm_encoder_attn_dtype", "fp8", "None", {}),
+    ("qwen_vl", "video_pruning_rate", 0.5, "None, 0; positions", {}),
 ]
 # The same of options that are whole configs, and of models: what the message names.
 CONFIGS_AND_MODELS: list[tuple[str, dict[str, Any], str, str]] = [
@@ -129,6 +143,8 @@ CONFIGS_AND_MODELS: list[tuple[str, dict[str, Any], str, str]] = [
     ("paligemma", {}, "language_model_only=False", "True, of a class with a vision tower"),
     ("paligemma", dict(language_model_only=True, enable_mm_embeds=True), "enable_mm_embeds=True",
      "False"),
+    ("qwen_vl", dict(mm_processor_kwargs=dict(device="cuda")), "mm_processor_device='cuda'",
+     "cpu: layouts count"),
     ("whisper", dict(max_model_len=448), "an encoder-decoder model", DENSE_ONLY),
     ("mixtral", dict(hf_overrides=MOE_OF_TWO_SIZES), "a mixture of experts",
      "models whose config has one number of experts and one width for all layers"),
@@ -154,6 +170,10 @@ SET: list[tuple[str, str, str, Any, str]] = [
      SimpleNamespace(method="ngram", rejection_sample_method="standard"), "mtp, ngram_gpu, of"),
     ("next", "mamba_cache_mode", "cache_config.mamba_cache_mode", "all", "none, align"),
     ("next", "use_replayssm", "cache_config.use_replayssm", True, "False: layouts cannot share"),
+    ("qwen_vl", "cudagraph_mm_encoder", "compilation_config.cudagraph_mm_encoder", True, "False"),
+    ("qwen_vl", "compile_mm_encoder", "compilation_config.compile_mm_encoder", True, "False"),
+    ("qwen_vl", "ec_manager_config", "ec_manager_config.encoder_cache_manager_cls", "my.Manager",
+     "None: a switch empties"),
     ("mixtral", "enable_eplb", "parallel_config.enable_eplb", True, "False"),
     ("mixtral", "num_redundant_experts", "parallel_config.eplb_config.num_redundant_experts", 4,
      "0"),
@@ -251,6 +271,10 @@ ACCEPTED: list[tuple[str, dict[str, Any]]] = [
     # Text alone of a class for images, by either option of vLLM's.
     ("paligemma", dict(language_model_only=True)),
     ("paligemma", dict(limit_mm_per_prompt=dict(image=0))),
+    # Images of a class that is served with them, and what only they refuse beside text alone.
+    ("qwen_vl", {}),
+    ("qwen_vl", dict(mm_encoder_tp_mode="weights", limit_mm_per_prompt=dict(image=2, video=0))),
+    ("qwen_vl", dict(language_model_only=True, mm_processor_cache_type="shm")),
     ("llama", dict(kv_events_config=dict(enable_kv_cache_events=False))),
     ("llama", dict(worker_extension_cls="my.Extension")),
 ]
@@ -320,6 +344,8 @@ def test_accepted(model: str, options: dict[str, Any], tmp_path: Path) -> None:
     config = engine_config(tmp_path, model, options)
     assert config.scheduler_config.scheduler_cls == "pat_vllm.scheduler.scheduler.PATScheduler"
     assert config.parallel_config.worker_cls == "pat_vllm.worker.cpu_worker.PATCPUWorker"
+    if config.model_config.supports_multimodal_inputs:  # every rank has the tower whole
+        assert config.model_config.multimodal_config.mm_encoder_tp_mode == "data"
 
 
 @pytest.mark.parametrize("model, option, path, value, allowed", SET)

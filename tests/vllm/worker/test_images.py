@@ -1,0 +1,64 @@
+"""What workers keep of images."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+
+from pat_vllm.patches.runners import share_image_embeddings
+from pat_vllm.worker.images import clear_deepstack, put_encoder_inputs, without_data
+
+
+def feature(data: Any) -> MultiModalFeatureSpec:
+    return MultiModalFeatureSpec(data, "image", "a", PlaceholderRange(4, 6))
+
+
+def runner(tokens: int, *, levels: int = 2) -> Any:
+    model = SimpleNamespace(deepstack_input_embeds=[torch.zeros(tokens, 3) for _ in range(levels)])
+    encoder = SimpleNamespace(inputs_embeds=torch.zeros(tokens, 3))
+    return SimpleNamespace(
+        get_model=lambda: model,
+        model_state=SimpleNamespace(encoder_runner=encoder),
+        requests={},
+    )
+
+
+def test_data_leave_a_state_and_come_back() -> None:
+    before = [feature("pixels"), feature("more")]
+    (first, second) = stripped = without_data(before)
+    assert first.data is second.data is None and first.mm_position == before[0].mm_position
+    assert before[0].data == "pixels"  # the source may go on, if the switch fails
+    own = runner(4)
+    own.requests["r"] = SimpleNamespace(mm_features=stripped)
+    put_encoder_inputs(own, {"r": {1: "more"}})  # type: ignore[dict-item]
+    assert [each.data for each in own.requests["r"].mm_features] == [None, "more"]
+
+
+def test_layouts_keep_embeddings_in_one_place() -> None:
+    """Each has as many rows as its steps have tokens."""
+    host, wider = runner(4), runner(6)
+    share_image_embeddings(wider, host)
+    for of in (host, wider):
+        rows = 4 if of is host else 6
+        levels = of.get_model().deepstack_input_embeds
+        assert [len(level) for level in levels] == [rows, rows]
+        assert len(of.model_state.encoder_runner.inputs_embeds) == rows
+    levels = zip(*(of.get_model().deepstack_input_embeds for of in (host, wider)), strict=True)
+    assert all(own.data_ptr() == other.data_ptr() for own, other in levels)
+    assert len({level.data_ptr() for level in host.get_model().deepstack_input_embeds}) == 2
+
+
+def test_text_alone_has_nothing_of_this() -> None:
+    text: Any = SimpleNamespace(get_model=lambda: SimpleNamespace())
+    share_image_embeddings(text, text)
+    clear_deepstack(text)
+
+
+def test_deepstack_is_zero_after_sleep() -> None:
+    own = runner(4)
+    own.get_model().deepstack_input_embeds[1].fill_(7)
+    clear_deepstack(own)
+    assert not own.get_model().deepstack_input_embeds[1].any()
