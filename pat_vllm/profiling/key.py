@@ -21,6 +21,7 @@ from vllm.version import __version__ as vllm_version
 
 from pat_vllm import __version__
 from pat_vllm.models.drafters import has_weights
+from pat_vllm.models.images import takes_images
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -114,6 +115,8 @@ def profile_key(vllm_config: VllmConfig, setup: Setup, resolved: ResolvedKernels
         }
         if has_weights(speculative):
             key["speculation"]["drafter"] = _model(speculative.draft_model_config.hf_text_config)
+    if takes_images(model):  # steps are given embeddings then, in place of ids
+        key["images"] = True
     if setup.experts is not None:
         key["experts"] = setup.experts
     if current_platform.is_cpu():

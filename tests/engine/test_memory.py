@@ -17,8 +17,10 @@ import pat_vllm
 from pat_vllm.kv_transfer.plan import ROUNDS
 from pat_vllm.modelled.gpus import Device
 from pat_vllm.models.drafter_size import DrafterSize, with_kv_of
+from pat_vllm.models.images import takes_images
 from pat_vllm.models.model_size import ModelSize
 from pat_vllm.models.quantization import Quantized
+from pat_vllm.models.tower_size import TowerSize
 from pat_vllm.start.buffers import EngineShape, all_buffers
 from pat_vllm.start.memory_estimate import estimate, staged_share
 from pat_vllm.start.prepare import drafter_of
@@ -100,6 +102,8 @@ def _tensors(runner: Any) -> Iterator[tuple[str, Any]]:
 
     passed: set[int] = set()
     waiting: list[tuple[str, Any]] = [("runner", runner)]
+    # Neither a parameter nor a buffer of the model's.
+    waiting += [("deepstack", getattr(runner.get_model(), "deepstack_input_embeds", ()))]
     while waiting:
         name, item = waiting.pop()
         if id(item) in passed or isinstance(item, nn.Module | np.ndarray | str | bytes):
@@ -149,7 +153,8 @@ def arithmetic_of(llm: Any) -> tuple[ModelSize, EngineShape]:
     config = llm.llm_engine.vllm_config
     setup = Setup.of(config)
     scheduler, speculative = config.scheduler_config, config.speculative_config
-    model = json.loads((Path(config.model_config.model) / "config.json").read_text())
+    whole = json.loads((Path(config.model_config.model) / "config.json").read_text())
+    model = whole.get("text_config", whole)
     engine = EngineShape(
         tuple(pat_vllm.report(llm).layouts),
         pat=setup.options,
@@ -162,6 +167,7 @@ def arithmetic_of(llm: Any) -> tuple[ModelSize, EngineShape]:
         weights=setup.weights,
         attention="CPU_ATTN",
         num_speculative_tokens=speculative.num_speculative_tokens if speculative else 0,
+        tower=TowerSize.of(whole["vision_config"]) if takes_images(config.model_config) else None,
     )
     quantized = Quantized.of(model, kv_cache_dtype=config.cache_config.cache_dtype)
     size = ModelSize.of(model, dtype_bytes=4, quantized=quantized)

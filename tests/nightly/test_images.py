@@ -17,6 +17,10 @@ from tests.engine.test_images import (  # noqa: F401
     test_images_are_encoded_again_where_no_kv_moves,
     test_text_is_that_without_switches,
 )
+from tests.engine.test_memory import (  # noqa: F401
+    LARGE,
+    test_an_engine_allocates_what_is_computed,
+)
 from tests.engine.v2.batch import sizes_of
 from tests.support.engines import Job, Outcome, run
 from tests.support.pool import EngineSpec, go_home
@@ -48,11 +52,15 @@ FEW = EngineSpec(
     IN_PLACE,
     OF_IMAGES | {"max_num_batched_tokens": 80, "max_num_seqs": 4},
 )
+LARGE_IMAGES = EngineSpec(
+    "large, of images", "qwen3_vl", 2, IN_PLACE, LARGE | {"language_model_only": False}
+)
 pytestmark = pytest.mark.engine(
     FOUR, QWEN3, QWEN2_5_V2, COPIES, MIXTURE, LINEAR, LINEAR_MIXTURE, FEW
 )
 ENGINES = {
     "test_an_image_seen_before_an_update_is_encoded_again": [FOUR, QWEN3, QWEN2_5_V2],
+    "test_an_engine_allocates_what_is_computed": [LARGE_IMAGES],
     "test_storm": [FOUR, QWEN3, QWEN2_5_V2, LINEAR, FEW],
 }
 

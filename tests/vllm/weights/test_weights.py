@@ -438,11 +438,16 @@ def shared(
 
 
 def check_whole_model(
-    name: str, layouts: Sequence[Layout], rank: int, experts: Experts = "tp"
+    name: str,
+    layouts: Sequence[Layout],
+    rank: int,
+    experts: Experts = "tp",
+    **options: Any,
 ) -> None:
     """Copies, and views through a walk over all layouts, are what vLLM loads in each."""
-    text_only = vision.TEXT_ONLY if name in vision.CLASSES else {}
-    vllm_config = vllm_config_for(random_model(name), tp=1, **text_only)
+    if name in vision.CLASSES:
+        options = vision.TEXT_ONLY | options
+    vllm_config = vllm_config_for(random_model(name), tp=1, **options)
     user = vllm_config.load_config
     first, *wider = layouts
 
@@ -505,6 +510,13 @@ def check_ranks(name: str, base_tp: int, ranks: Iterable[int]) -> None:
 )
 def test_a_whole_model(name: str, base_tp: int, ranks: list[int]) -> None:
     check_ranks(name, base_tp, ranks)
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5_vl"])
+def test_a_whole_model_with_its_tower(name: str) -> None:
+    """The tower is whole on each rank."""
+    options = {"language_model_only": False, "mm_encoder_tp_mode": "data"}
+    check_whole_model(name, [Layout.of(tp, 4) for tp in (1, 2, 4)], 3, **options)
 
 
 def test_vllms_kernels_for_packed_linear_attention_are_refused(
