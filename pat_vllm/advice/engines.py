@@ -141,7 +141,7 @@ def modelled_engines(
     gpu = GPUS[name]
     _check_ranks(size, model.name, ranks)
     drafter = named_drafter(options.drafter) if options.drafter else None
-    tower = None if model.text_only else model.vision
+    tower = model.with_tower
     of_drafter = DrafterSize.of(drafter.method, size, drafter.fields) if drafter else None
     lengths: tuple[int, ...] = (0,)
     if acceptance:
@@ -153,7 +153,7 @@ def modelled_engines(
         gpu_memory_utilization=gpu_memory_utilization,
         num_speculative_tokens=lengths[-1],
         drafter=of_drafter,
-        tower=TowerSize.of(tower),
+        tower=tower and TowerSize.of(tower),
         link=gpu.link,
     )
     of_dtypes = "".join(f", {option}={value}" for option, value in dtypes.items())

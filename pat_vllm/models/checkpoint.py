@@ -27,13 +27,13 @@ class NamedConfig(NamedTuple):
 
     Attributes:
         text_only: whether the model takes more than text, of which PAT serves the text alone.
-        vision: its `vision_config`, if PAT serves it with images.
+        with_tower: all of its `config.json`, if PAT serves it with images.
     """
 
     fields: Mapping[str, Any]
     name: str
     text_only: bool = False
-    vision: Mapping[str, Any] | None = None
+    with_tower: Mapping[str, Any] | None = None
 
 
 def named_config(model: str, with_defaults: WithDefaults = lambda config: None) -> NamedConfig:
@@ -74,9 +74,9 @@ def named_config(model: str, with_defaults: WithDefaults = lambda config: None) 
     has_more = any(isinstance(config.get(part), dict) for part in ("text_config", "vision_config"))
     if (quantization := quantization_config(config)) is not None:
         fields = {**fields, "quantization_config": quantization}
-    served = class_name(config) in SERVED
-    vision = config.get("vision_config") if served else None
-    return NamedConfig(fields, path.resolve().parent.name, has_more and not served, vision)
+    served = has_more and class_name(config) in SERVED
+    name = path.resolve().parent.name
+    return NamedConfig(fields, name, has_more and not served, config if served else None)
 
 
 class NamedDrafter(NamedTuple):

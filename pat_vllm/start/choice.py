@@ -103,7 +103,7 @@ def choose(
         device: what each rank runs on; None: nothing is known of it.
         dtype_bytes, quantized: as `ModelSize` has them.
         drafter: of one with weights, vLLM's method, and the contents of its `config.json`.
-        tower: a class's `vision_config`, if the engine takes images.
+        tower: contents of the `config.json` of a class with a tower, if the engine takes images.
         load: the batch that is expected.
 
     Raises:
@@ -115,7 +115,7 @@ def choose(
         engine = replace(
             engine,
             drafter=drafter and DrafterSize.of(drafter[0], model, drafter[1]),
-            tower=TowerSize.of(tower),
+            tower=tower and TowerSize.of(tower),
         )
     except ValueError:  # its kind is one whose sizes are not known
         model = None

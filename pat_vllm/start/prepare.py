@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from pat_vllm.config import SCHEDULER_CLS, PATConfig
 from pat_vllm.layout import Layout
 from pat_vllm.models.drafters import has_weights
-from pat_vllm.models.images import takes_images
+from pat_vllm.models.images import WITH_WHOLE_TOWERS, takes_images
 from pat_vllm.models.layer_sizes import fields_of, linear_heads
 from pat_vllm.models.model_rules import refusal
 from pat_vllm.models.quantization import Quantized
@@ -105,8 +105,9 @@ def _hash_blocks_alone(speculative: SpeculativeConfig | None) -> None:
 
 
 def _keep_towers_whole(model: ModelConfig | None) -> None:
-    """Have each rank hold all of a vision tower, which then is the same in every layout."""
-    if model is not None and takes_images(model):
+    """Have each rank hold all of a vision tower, which then is the same in every layout. Other
+    classes have theirs cut; vLLM checks that when a user asks for one or the other."""
+    if model is not None and takes_images(model) and model.architecture in WITH_WHOLE_TOWERS:
         model.get_multimodal_config().mm_encoder_tp_mode = "data"
 
 
@@ -190,7 +191,7 @@ def _choose_layouts(vllm_config: VllmConfig, options: PATConfig) -> None:
             vllm_config.cache_config.cache_dtype,
         ),
         drafter=drafter_of(vllm_config.speculative_config),
-        tower=fields_of(model.hf_config.vision_config) if takes_images(model) else None,
+        tower=fields_of(model.hf_config) if takes_images(model) else None,
         load=expected_load(options, shape, ranks),
     )
     found = "; ".join(filter(None, (pinned + choice.found, choice.warning)))

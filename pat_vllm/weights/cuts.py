@@ -71,9 +71,9 @@ REPLICATED_LAYERS = (
     nn.Conv2d,
     nn.Conv3d,
 )
-WHOLE_PARAMETERS = frozenset({"draft_id_to_target_id"})
+WHOLE_PARAMETERS = frozenset({"draft_id_to_target_id", "mm_input_projection_weight"})
 """Parameters of models themselves, not of layers, that every rank has whole: of EAGLE-3's drafters,
-which of the target's tokens each token of their vocabulary is."""
+which of the target's tokens each token of their vocabulary is; Gemma 3's projector of images."""
 
 
 def layer_class(path: str, module: nn.Module) -> type[nn.Module] | None:

@@ -167,7 +167,7 @@ def arithmetic_of(llm: Any) -> tuple[ModelSize, EngineShape]:
         weights=setup.weights,
         attention="CPU_ATTN",
         num_speculative_tokens=speculative.num_speculative_tokens if speculative else 0,
-        tower=TowerSize.of(whole["vision_config"]) if takes_images(config.model_config) else None,
+        tower=TowerSize.of(whole) if takes_images(config.model_config) else None,
     )
     quantized = Quantized.of(model, kv_cache_dtype=config.cache_config.cache_dtype)
     size = ModelSize.of(model, dtype_bytes=4, quantized=quantized)

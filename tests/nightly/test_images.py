@@ -43,6 +43,14 @@ LINEAR, LINEAR_MIXTURE = (
     EngineSpec(name, model, 2, IN_PLACE, WITHOUT_CACHE | OF_IMAGES)
     for name, model in (("Qwen3.5", "qwen3_5_vl"), ("Qwen3.5-MoE", "qwen3_5_moe_vl"))
 )
+# Its tower is cut. On CPU vLLM has its images attend as text does, in every engine.
+GEMMA = EngineSpec(
+    "Gemma 3",
+    "gemma3_vl",
+    2,
+    MIGRATE | {"weights": "materialized"},
+    OF_IMAGES | {"limit_mm_per_prompt": {"image": 4}, "prefix_cache_retention_interval": 32},
+)
 # Fewer embeddings than the images of a batch have: outputs are evicted, also by steps without any
 # token.
 FEW = EngineSpec(
@@ -56,12 +64,12 @@ LARGE_IMAGES = EngineSpec(
     "large, of images", "qwen3_vl", 2, IN_PLACE, LARGE | {"language_model_only": False}
 )
 pytestmark = pytest.mark.engine(
-    FOUR, QWEN3, QWEN2_5_V2, COPIES, MIXTURE, LINEAR, LINEAR_MIXTURE, FEW
+    FOUR, QWEN3, QWEN2_5_V2, COPIES, MIXTURE, LINEAR, LINEAR_MIXTURE, FEW, GEMMA
 )
 ENGINES = {
     "test_an_image_seen_before_an_update_is_encoded_again": [FOUR, QWEN3, QWEN2_5_V2],
     "test_an_engine_allocates_what_is_computed": [LARGE_IMAGES],
-    "test_storm": [FOUR, QWEN3, QWEN2_5_V2, LINEAR, FEW],
+    "test_storm": [FOUR, QWEN3, QWEN2_5_V2, LINEAR, FEW, GEMMA],
 }
 
 

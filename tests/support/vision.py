@@ -115,6 +115,8 @@ def _write(path: Path, make: Callable[[dict[str, Any]], dict[str, Any]], names: 
     config.save_pretrained(path)
     if "image_token_id" in given:  # a Qwen
         _write_processor(path, config.vision_config.patch_size)
+    else:
+        _write_gemma_processor(path, given)
 
 
 def _noise(name: str, shape: Any, generator: Any) -> Any:
@@ -140,7 +142,9 @@ PLACE = {
     ]
     for kind in ("image", "video")
 }
-"""Tokens that stand for an image or a video in a prompt, by kind."""
+"""Tokens that stand for an image or a video in a prompt of Qwen's classes, by kind."""
+PLACE_OF_GEMMA = [502]
+"""That for an image in one of Gemma 3's."""
 
 
 def data_of(media: Iterable[tuple[str, int, int, int]]) -> dict[str, list[Any]]:
@@ -184,6 +188,30 @@ def _write_processor(path: Path, patch_size: int) -> None:
         (path / name).write_text(json.dumps(common | fields))
 
 
+def _write_gemma_processor(path: Path, config: Mapping[str, Any]) -> None:
+    """Give a Gemma 3 what makes tokens of images: in place of one that begins an image."""
+    image, begin, end = "<image_soft_token>", "<start_of_image>", "<end_of_image>"
+    lines = {504 + count: "\n" * count for count in range(1, 5)}
+    _name_tokens(path, {500: image, 502: begin, 503: end} | lines)
+    side = config["vision_config"]["image_size"]
+    tokens = config["mm_tokens_per_image"]
+    files: dict[str, dict[str, Any]] = {
+        "preprocessor_config.json": {
+            "image_processor_type": "Gemma3ImageProcessor",
+            "size": {"height": side, "width": side},
+            "image_mean": [0.5] * 3,
+            "image_std": [0.5] * 3,
+        },
+        "processor_config.json": {"processor_class": "Gemma3Processor", "image_seq_length": tokens},
+    }
+    for name, fields in files.items():
+        (path / name).write_text(json.dumps(fields))
+    settings = path / "tokenizer_config.json"
+    special = {"image_token": image, "boi_token": begin, "eoi_token": end}
+    own = json.loads(settings.read_text()) | special | {"extra_special_tokens": special}
+    settings.write_text(json.dumps(own))
+
+
 def _name_tokens(path: Path, names: Mapping[int, str]) -> None:
     """Have a byte-level tokenizer's tokens of these ids be special ones of these names."""
     file = path / "tokenizer.json"
@@ -208,9 +236,12 @@ def _name_tokens(path: Path, names: Mapping[int, str]) -> None:
 
 def gemma3(path: Path) -> None:
     """As published: transformers and trainers name the weights otherwise."""
-    parts = ("vision_tower.", "multi_modal_projector.")
-    names = {f"model.{part}": part for part in parts}
-    _write(path, _gemma3, names | {"model.language_model.": "language_model.model."})
+    names = {
+        "model.vision_tower.": "vision_tower.vision_model.",
+        "model.multi_modal_projector.": "multi_modal_projector.",
+        "model.language_model.": "language_model.model.",
+    }
+    _write(path, _gemma3, names)
 
 
 def gemma3_of_trainer(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -36,10 +37,17 @@ LAYOUTS = tuple(Layout.of(tp, 4) for tp in (1, 2, 4))
 H100 = GPUS["H100"].device
 
 
-def tower(config: dict[str, object] = QWEN3_VL) -> TowerSize:
-    found = TowerSize.of(config)
-    assert found is not None
-    return found
+GEMMA3 = dict(
+    num_hidden_layers=27,
+    hidden_size=1152,
+    intermediate_size=4304,
+    image_size=896,
+    patch_size=14,
+)
+
+
+def tower(vision: Mapping[str, object] = QWEN3_VL) -> TowerSize:
+    return TowerSize.of({"vision_config": vision, "text_config": {"hidden_size": 3840}})
 
 
 def test_published_towers() -> None:
@@ -48,12 +56,14 @@ def test_published_towers() -> None:
     # Each token of an image comes with three of deepstack.
     assert 2 * tower().embeddings(16384) == 4 * 16384 * 4096 * 2
     assert tower(QWEN2_5_VL).levels == 0
-    assert TowerSize.of(None) is None
+    gemma3 = tower(GEMMA3)
+    assert 2 * gemma3.weights == pytest.approx(0.83e9, rel=0.02)
+    assert (gemma3.merged, gemma3.hidden) == (16, 3840)
 
 
 def test_a_tower_of_another_kind() -> None:
-    with pytest.raises(ValueError, match="vision_config has no depth, out_hidden_size"):
-        TowerSize.of({"hidden_size": 1152, "intermediate_size": 4304, "patch_size": 14})
+    with pytest.raises(ValueError, match="vision_config has no num_hidden_layers, image_size"):
+        tower({"hidden_size": 1152, "intermediate_size": 4304, "patch_size": 14})
 
 
 @pytest.mark.parametrize("weights", ["inplace", "materialized"])

@@ -512,10 +512,13 @@ def test_a_whole_model(name: str, base_tp: int, ranks: list[int]) -> None:
     check_ranks(name, base_tp, ranks)
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5_vl"])
+@pytest.mark.parametrize(
+    "name", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5_vl", "gemma3_vl"]
+)
 def test_a_whole_model_with_its_tower(name: str) -> None:
-    """The tower is whole on each rank."""
-    options = {"language_model_only": False, "mm_encoder_tp_mode": "data"}
+    """The tower is whole on each rank, but Gemma's, which is cut."""
+    mode = "weights" if name == "gemma3_vl" else "data"
+    options = {"language_model_only": False, "mm_encoder_tp_mode": mode}
     check_whole_model(name, [Layout.of(tp, 4) for tp in (1, 2, 4)], 3, **options)
 
 
