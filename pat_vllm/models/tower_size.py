@@ -16,6 +16,9 @@ LARGEST_IMAGE = 16384
 """Tokens of the largest image or video that is counted with. It is Qwen's limit of an image; vLLM
 has another of the processor's, which a checkpoint may set."""
 
+_POSITIONS = 8192
+"""Rows of the table of rotary embeddings of vLLM's Qwen towers."""
+
 
 @dataclass(frozen=True)
 class TowerSize:
@@ -52,7 +55,7 @@ class TowerSize:
     @classmethod
     def _of_qwen(cls, vision: Mapping[str, Any]) -> TowerSize:
         names = ("depth", "hidden_size", "intermediate_size", "out_hidden_size", "patch_size")
-        depth, width, mlp, hidden, patch = _sizes(vision, names)
+        depth, width, mlp, hidden, patch, heads = _sizes(vision, (*names, "num_heads"))
         merged = (size_of(vision, "spatial_merge_size") or 2) ** 2
         frames = size_of(vision, "temporal_patch_size") or 2
         matrices = 3 if "fullatt_block_indexes" in vision else 2  # Qwen2.5-VL's MLPs have gates
@@ -63,7 +66,8 @@ class TowerSize:
         return cls(
             weights=depth * width * (4 * width + matrices * mlp)
             + (1 + levels) * merger
-            + embeddings,
+            + embeddings
+            + _POSITIONS * width // heads // 2,
             patch_width=4 * width + matrices * mlp,
             merged=merged,
             hidden=hidden,

@@ -17,6 +17,7 @@ from pat_vllm.start.memory_estimate import estimate
 
 QWEN2_5_VL = dict(
     depth=32,
+    num_heads=16,
     hidden_size=1280,
     intermediate_size=3420,
     out_hidden_size=3584,
@@ -25,6 +26,7 @@ QWEN2_5_VL = dict(
 )
 QWEN3_VL = dict(
     depth=27,
+    num_heads=16,
     hidden_size=1152,
     intermediate_size=4304,
     out_hidden_size=4096,
