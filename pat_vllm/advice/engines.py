@@ -153,7 +153,7 @@ def modelled_engines(
         gpu_memory_utilization=gpu_memory_utilization,
         num_speculative_tokens=lengths[-1],
         drafter=of_drafter,
-        tower=tower and TowerSize.of(tower),
+        tower=TowerSize.of(tower) if tower else None,
         link=gpu.link,
     )
     of_dtypes = "".join(f", {option}={value}" for option, value in dtypes.items())

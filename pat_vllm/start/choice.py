@@ -115,7 +115,7 @@ def choose(
         engine = replace(
             engine,
             drafter=drafter and DrafterSize.of(drafter[0], model, drafter[1]),
-            tower=tower and TowerSize.of(tower),
+            tower=TowerSize.of(tower) if tower else None,
         )
     except ValueError:  # its kind is one whose sizes are not known
         model = None

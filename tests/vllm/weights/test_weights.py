@@ -518,7 +518,7 @@ def test_a_whole_model(name: str, base_tp: int, ranks: list[int]) -> None:
 def test_a_whole_model_with_its_tower(name: str) -> None:
     """The tower is whole on each rank, but Gemma's, which is cut."""
     mode = "weights" if name == "gemma3_vl" else "data"
-    options = {"language_model_only": False, "mm_encoder_tp_mode": mode}
+    options: dict[str, Any] = {"language_model_only": False, "mm_encoder_tp_mode": mode}
     check_whole_model(name, [Layout.of(tp, 4) for tp in (1, 2, 4)], 3, **options)
 
 
