@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
@@ -13,6 +14,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from pat_vllm.patches.schedulers import multimodal_budgets_from
 from pat_vllm.scheduler.images import Budgets, encoder_inputs_to_send, has_images
 from pat_vllm.scheduler.replica import is_empty_step
+from pat_vllm.scheduler.replica_set import ReplicaSet
 from pat_vllm.scheduler.requests import prompt_key
 
 
@@ -66,6 +68,25 @@ def test_workers_hear_what_is_evicted() -> None:
     assert is_empty_step(step)
     step.free_encoder_mm_hashes = ["a"]
     assert not is_empty_step(step)
+
+
+def test_new_weights_end_what_was_encoded() -> None:
+    """In the schedulers and the runners; text alone has none, and nobody is called."""
+    replica = SimpleNamespace(scheduler=Mock())
+    of: Any = SimpleNamespace(
+        _takes_images=True,
+        _encoded_with=0,
+        executor=Mock(weights_version=1),
+        replicas=[replica],
+    )
+    of.reset_encoder_cache = lambda: ReplicaSet.reset_encoder_cache(of)
+    for _ in range(2):
+        ReplicaSet._forget_stale_images(of)
+        replica.scheduler.reset_encoder_cache.assert_called_once_with()
+        of.executor.reset_encoder_cache.assert_called_once_with()
+    of._takes_images, of.executor.weights_version = False, 2
+    ReplicaSet._forget_stale_images(of)
+    of.executor.reset_encoder_cache.assert_called_once_with()
 
 
 def test_a_layout_has_one_budget(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ MUTATIONS = mutations({
         ("samples of one prompt are told apart by numbers", "scheduler.images:identifiers", 'if not feature.identifier.rpartition("-")[0].endswith(f"-{feature.modality}")', ""),
         ("workers do not hear what is evicted", "scheduler.replica:is_empty_step", "        or step.free_encoder_mm_hashes\n", ""),
         ("each scheduler makes a budget", "scheduler.images:Budgets.take", "key not in self._made", "True"),
+        ("a runner goes on with embeddings of old weights", "scheduler.replica_set:ReplicaSet._forget_stale_images", "self.executor.reset_encoder_cache()", "pass"),
         ("images of new requests are sent twice", "scheduler.images:encoder_inputs_to_send", "if request.num_preemptions:", "if True:"),
     ],
     "tests/vllm/worker/test_images.py": [
@@ -26,9 +27,6 @@ MUTATIONS = mutations({
     "tests/engine/test_images.py": [
         ("schedulers believe in embeddings of old weights", "scheduler.replica_set:ReplicaSet._forget_stale_images", "self.reset_encoder_cache()", "pass"),
         ("images are not encoded again", "scheduler.replica:Replica.encoder_inputs_to_send", "if self.scheduler.use_v2_model_runner:", "if True:"),
-    ],
-    "tests/nightly/test_images.py::test_an_image_seen_before_an_update_is_encoded_again[Qwen2.5-VL, V2]": [
-        ("a runner goes on with embeddings of old weights", "scheduler.replica_set:ReplicaSet._forget_stale_images", "self.executor.reset_encoder_cache()", "pass"),
     ],
 })
 # fmt: on
