@@ -31,6 +31,7 @@ class TowerSize:
         hidden: width of that model.
         levels: layers of that model beside the first that are given something of an image, too
             (Qwen3-VL's deepstack).
+        axes: positions that a token has, of time, row and column (M-RoPE), or one.
     """
 
     weights: int
@@ -38,6 +39,7 @@ class TowerSize:
     merged: int
     hidden: int
     levels: int
+    axes: int = 3
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> TowerSize:
@@ -87,6 +89,7 @@ class TowerSize:
             merged=patches // tokens,
             hidden=hidden,
             levels=0,
+            axes=1,
         )
 
     def embeddings(self, tokens: int) -> int:

@@ -201,6 +201,36 @@ def input_embeddings_of(host: RunnerV1 | RunnerV2 | None) -> AbstractContextMana
     return replaced(GPUModelRunner, "_make_buffer", make)
 
 
+def threefold_positions_in(
+    kept: list[StagedWriteTensor], runner: RunnerV1 | RunnerV2, most_requests: int
+) -> AbstractContextManager[None]:
+    """Inside, have a Model Runner V2 that loads its model keep positions of M-RoPE where others do.
+
+    Without it: see `token_ids_of`; of M-RoPE each layout pins three times as much. A request begins
+    by writing its own. Missing seam: a runner that takes given request states.
+
+    Args:
+        kept: empty at first, then with what all share.
+        most_requests: of the layout with the most.
+    """
+    if not is_v2(runner):
+        return nullcontext()
+    import vllm.v1.worker.gpu.mm.rope as rope
+
+    make = rope.StagedWriteTensor
+
+    def take(size: tuple[int, int], **options: Any) -> StagedWriteTensor:
+        own, columns = size
+        if not kept:
+            each = own // runner.max_num_reqs
+            kept.append(make((each * most_requests, columns), **options))
+        first = copy.copy(kept[0])  # with the same list of writes to come
+        first.gpu, first.num_rows = first.gpu[:own], own
+        return first
+
+    return replaced(rope, "StagedWriteTensor", take)
+
+
 @contextmanager
 def buffers_of(host: RunnerV1 | RunnerV2 | None) -> Iterator[None]:
     """Inside, have a new model runner share what `token_ids_of` and `input_embeddings_of` tell."""

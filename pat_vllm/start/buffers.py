@@ -144,6 +144,12 @@ def runner_buffers(model: ModelSize, engine: EngineShape, layout: Layout) -> lis
         # What a step is given in place of ids (V1 has it for all models), and of deepstack.
         rows = engine.tower.levels + (engine.runner == "V2")
         buffers.append(Buffer(rows * tokens * model.hidden * model.dtype_bytes, shared=True))
+        if (axes := engine.tower.axes) > 1:
+            # Positions of a step, and (V2) of prompts.
+            of_prompts = axes * token_ids if engine.runner == "V2" else 0
+            of_step = 8 * axes * tokens
+            buffers.append(Buffer(0, of_prompts, shared=True))
+            buffers.append(Buffer(of_step, of_step if engine.runner == "V1" else 0))
     if engine.attention == "FLASHINFER":
         elements = tokens * (model.heads // layout.tp) * model.head_dim
         workspace = max(FLASHINFER_WORKSPACE, elements * _FLASHINFER_BYTES_PER_ELEMENT)

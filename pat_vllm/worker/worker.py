@@ -39,7 +39,12 @@ from pat_vllm.patches.dead_engine import let_others_remove_rings
 from pat_vllm.patches.drafts import prepare_drafter, tokens_on_device
 from pat_vllm.patches.groups import destroy_tp_groups, install_tp_group, probe_p2p_between
 from pat_vllm.patches.linear_attention import end_prompts_parts_with_blocks
-from pat_vllm.patches.runners import attention_workspace, buffers_of, use_attention_workspace
+from pat_vllm.patches.runners import (
+    attention_workspace,
+    buffers_of,
+    threefold_positions_in,
+    use_attention_workspace,
+)
 from pat_vllm.start.setup import Setup
 from pat_vllm.worker.drafters.install import install_drafter
 from pat_vllm.worker.images import put_encoder_inputs
@@ -160,8 +165,12 @@ class PATWorkerMixin(WeightUpdatesMixin, _Base):
     def load_model(self, **kwargs: Any) -> None:
         """Load the base layout from disk, and derive the others from it."""
         loaded: list[LayoutRuntime] = []
+        positions: list[Any] = []
         for runtime in self._each_layout():
-            with self._weights.loading_into(runtime):
+            with (
+                self._weights.loading_into(runtime),
+                threefold_positions_in(positions, runtime.runner, self._setup.max_num_seqs),
+            ):
                 super().load_model(**kwargs)
             end_prompts_parts_with_blocks(runtime.runner.model)
             if loaded:

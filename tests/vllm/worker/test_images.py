@@ -5,10 +5,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
+import vllm.v1.worker.gpu.mm.rope as rope
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
-from pat_vllm.patches.runners import share_image_embeddings
+from pat_vllm.patches.runners import share_image_embeddings, threefold_positions_in
 from pat_vllm.worker.images import clear_deepstack, put_encoder_inputs, without_data
 
 
@@ -62,3 +64,26 @@ def test_deepstack_is_zero_after_sleep() -> None:
     own.get_model().deepstack_input_embeds[1].fill_(7)
     clear_deepstack(own)
     assert not own.get_model().deepstack_input_embeds[1].any()
+
+
+def test_layouts_pin_positions_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the layout with the most requests, whichever comes first. Model Runner V1 has none."""
+    made = []
+
+    class Tensor:
+        def __init__(self, size: tuple[int, int], **options: Any) -> None:
+            made.append(size)
+            self.gpu, self.num_rows = torch.zeros(size), size[0]
+
+    monkeypatch.setattr(rope, "StagedWriteTensor", Tensor)
+    kept: list[Any] = []
+    taken = []
+    for requests in (2, 4):
+        of: Any = SimpleNamespace(req_states=None, max_num_reqs=requests)
+        with threefold_positions_in(kept, of, most_requests=4):
+            taken.append(rope.StagedWriteTensor((3 * requests, 8), dtype=torch.int32))  # type: ignore[call-arg]
+    assert made == [(12, 8)]
+    assert [(each.num_rows, len(each.gpu)) for each in taken] == [(6, 6), (12, 12)]
+    assert taken[0].gpu.data_ptr() == taken[1].gpu.data_ptr()
+    with threefold_positions_in(kept, SimpleNamespace(), most_requests=4):  # type: ignore[arg-type]
+        assert rope.StagedWriteTensor is Tensor
