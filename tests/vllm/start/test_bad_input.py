@@ -192,6 +192,7 @@ DRAFTERS: list[tuple[str, Any, str]] = [
     ("num_speculative_tokens",
      SimpleNamespace(hf_config=SimpleNamespace(model_type="mimo_mtp", num_nextn_predict_layers=2)),
      "1, of a model with"),
+    ("max_model_len", 8, "at least max_model_len"),
     ("draft_load_config", "a config", "None: a drafter"),
     ("attention_backend", "FLASH_ATTN", "None: a drafter"),
     ("kv_cache_dtype", "fp8", "None: a drafter"),
