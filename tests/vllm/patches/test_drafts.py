@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from vllm.platforms import current_platform
+from vllm.utils.cpu_triton_utils import _eagle_step_slot_mapping_metadata_kernel_impl
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.sample import rejection_sampler
 from vllm.v1.spec_decode import llm_base_proposer
 from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
+from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 
 from pat_vllm.patches import drafts
 from pat_vllm.patches.drafts import prepare_drafter
@@ -110,8 +113,18 @@ def test_drafts_near_the_longest_context(method: str) -> None:
     assert not runner._input_fits_in_drafter(None)
 
 
-def test_passes_beyond_the_longest_context_write_no_kv() -> None:
-    """By vLLM's own kernel. One request is far from it, one comes there, one is there."""
+def a_pass(*, input_batch_size: int, **arguments: Any) -> None:
+    """As vLLM's `eagle_step_update_slot_mapping_and_metadata`, by its kernel for CPUs."""
+    names = ("positions_1d", "block_table_tensor", None, "seq_lens", "out_clamped_positions")
+    sizes = ("out_slot_mapping", "block_size", "max_model_len", None)
+    given = [arguments.get(name) for name in (*names, *sizes)]  # CPUs look at no strides
+    _eagle_step_slot_mapping_metadata_kernel_impl(*given, PADDING_SLOT_ID)
+
+
+def test_passes_beyond_the_longest_context_write_no_kv(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One request is far from it, one comes there, one is there."""
+    current_platform.import_kernels()
+    monkeypatch.setattr(llm_base_proposer, "eagle_step_update_slot_mapping_and_metadata", a_pass)
     runner = patched("mtp")
     block_size, blocks, longest = 4, 4, 14
     proposer: Any = object.__new__(SpecDecodeBaseProposer)
