@@ -113,12 +113,22 @@ def test_drafts_near_the_longest_context(method: str) -> None:
     assert not runner._input_fits_in_drafter(None)
 
 
-def a_pass(*, input_batch_size: int, **arguments: Any) -> None:
+def a_pass(
+    positions_1d: torch.Tensor,
+    block_table_tensor: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_size: int,
+    max_model_len: int,
+    out_clamped_positions: torch.Tensor,
+    out_slot_mapping: torch.Tensor,
+    input_batch_size: int,
+) -> None:
     """As vLLM's `eagle_step_update_slot_mapping_and_metadata`, by its kernel for CPUs."""
-    names = ("positions_1d", "block_table_tensor", None, "seq_lens", "out_clamped_positions")
-    sizes = ("out_slot_mapping", "block_size", "max_model_len", None)
-    given = [arguments.get(name) for name in (*names, *sizes)]  # CPUs look at no strides
-    _eagle_step_slot_mapping_metadata_kernel_impl(*given, PADDING_SLOT_ID)
+    tensors = positions_1d, block_table_tensor, None, seq_lens
+    out = out_clamped_positions, out_slot_mapping
+    _eagle_step_slot_mapping_metadata_kernel_impl(
+        *tensors, *out, block_size, max_model_len, None, PADDING_SLOT_ID
+    )
 
 
 def test_passes_beyond_the_longest_context_write_no_kv(monkeypatch: pytest.MonkeyPatch) -> None:
