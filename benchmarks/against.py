@@ -10,7 +10,9 @@ several times, each first in every second start: with equal code one engine can 
 slower than another for as long as it lives. With `--batches` they serve the batches of `make bench`
 by the default policy instead. A ratio is this code's time over the other's, start by start, and is
 to be at most 1.02 (`BAR`). The other side may be `stock` vLLM, with one group of two: what PAT
-costs while it does not switch.
+costs while it does not switch. With drafts, whatever of them is accepted:
+
+    python -m benchmarks.against stock --model mimo-100m --drafts 2
 """
 
 # Engines' processes import this file before the code that they are to run: nothing of PAT here.
@@ -57,6 +59,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--context", type=int, default=256, help="tokens of a prompt")
     parser.add_argument("--tokens", type=int, default=64, help="of a response")
+    parser.add_argument("--drafts", type=int, default=0, help="of the model's MTP module, a step")
     arguments = parser.parse_args()
 
     from benchmarks.record import ROOT, commit_of, machine, table, write_results
@@ -122,6 +125,9 @@ def _steps(arguments: argparse.Namespace, stock: bool) -> tuple[str, Measure]:
         "max_model_len": 1024,
         "kv_cache_memory_bytes": 128 << 20,
     }
+    if arguments.drafts:
+        drafter = {"method": "mtp", "num_speculative_tokens": arguments.drafts}
+        engine_options["speculative_config"] = drafter
     pat = {
         "kv_transfer": "migrate",
         "weights": "inplace",
@@ -157,8 +163,8 @@ def _steps(arguments: argparse.Namespace, stock: bool) -> tuple[str, Measure]:
 
     text = (
         f"{arguments.model}, {arguments.requests} requests of {arguments.context} + "
-        f"{arguments.tokens} tokens, float32, weights in place, 2 ranks; {arguments.turns} turns "
-        "in each of"
+        f"{arguments.tokens} tokens, {arguments.drafts} drafts a step, float32, weights in place, "
+        f"2 ranks; {arguments.turns} turns in each of"
     )
     return text, measure
 
@@ -228,8 +234,8 @@ def _turn(llm: Any, prompts: Sequence[Any], tokens: int) -> dict[str, float]:
         produced = _begin(llm, prompts, tokens)
         step_until(llm, produced, 2)
         begun = time.perf_counter()
-        step_until(llm, produced, None)
-        seconds[f"step, tp={tp}"] = (time.perf_counter() - begun) / (tokens - 2)
+        steps = step_until(llm, produced, None) * tp // LAYOUTS[-1]  # of a replica
+        seconds[f"step, tp={tp}"] = (time.perf_counter() - begun) / steps
     if not with_pat:
         return seconds
     first = len(pat_vllm.report(llm).switches)

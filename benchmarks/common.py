@@ -72,6 +72,8 @@ MODELS: dict[str, dict[str, Any]] = {
     ),
     # A step of tens of milliseconds on one core, so that overheads show as on a fast device.
     "qwen3-100m": {**_WIDE, "arch": "qwen3", "max_position_embeddings": 4096},
+    # With an MTP module, of whose drafts some are accepted.
+    "mimo-100m": {**_WIDE, "arch": "qwen2", "repeat": 1.2, "max_position_embeddings": 4096},
     # Small enough for eight ranks on two cores.
     "qwen3-tiny": dict(arch="qwen3", heads=8, kv_heads=8, vocab=4096, max_position_embeddings=4096),
     # Other kinds of state: windows in two layers of three, ...
@@ -86,10 +88,12 @@ MODELS: dict[str, dict[str, Any]] = {
 def checkpoint(name: str) -> Path:
     """A random checkpoint from `MODELS`, built on first use under `.models/`; else the folder of
     this name."""
+    from tests.support.drafters import mimo
     from tests.support.random_models import kept_model
 
     if name in MODELS:
-        return kept_model(ROOT / ".models", name, MODELS[name])
+        finish = {"finish": mimo} if name.startswith("mimo") else {}
+        return kept_model(ROOT / ".models", name, MODELS[name], **finish)
     return Path(name).resolve()
 
 

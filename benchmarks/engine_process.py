@@ -133,17 +133,19 @@ class EngineProcess:
         return "\nThe last lines that it wrote:\n" + "\n".join(lines) if lines else ""
 
 
-def step_until(llm: Any, produced: dict[str, int], tokens: int | None) -> None:
-    """Step until every request has so many tokens, or all have ended.
+def step_until(llm: Any, produced: dict[str, int], tokens: int | None) -> int:
+    """Step until every request has so many tokens, or all have ended; returns how many steps.
 
     Args:
         produced: tokens that each request has; kept up to date.
         tokens: None: until all have ended.
     """
-    engine = llm.llm_engine
+    engine, steps = llm.llm_engine, 0
     while engine.has_unfinished_requests() and (tokens is None or min(produced.values()) < tokens):
+        steps += 1
         for output in engine.step():
             produced[output.request_id] = len(output.outputs[0].token_ids)
+    return steps
 
 
 def _serve(

@@ -181,11 +181,6 @@ def _config_for_loggers(vllm_config: VllmConfig) -> VllmConfig:
     return naming_connector(vllm_config, setup.layouts, setup.default_layout)
 
 
-def may_use_v2() -> bool:
-    """Whether vLLM's Model Runner V2, which is the default, is not switched off in this process."""
-    return os.environ.get("VLLM_USE_V2_MODEL_RUNNER") != "0"
-
-
 def check_vllm_version() -> None:
     """Refuse a vLLM that PAT was not tested with.
 

@@ -13,6 +13,7 @@ from benchmarks.bench.workloads import WORKLOADS
 from benchmarks.common import checkpoint
 from benchmarks.engine_process import EngineFailed
 from benchmarks.record import RESULTS, machine, write_results
+from benchmarks.rollouts.mtp import model_with_mtp
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -23,12 +24,25 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--repeats", type=int, default=5, help="batches of each workload")
     parser.add_argument("--workloads", nargs="+", choices=[*WORKLOADS], default=[*WORKLOADS])
     parser.add_argument("--scale", type=float, default=1.0, help="factor on requests and lengths")
+    parser.add_argument(
+        "--drafts",
+        type=int,
+        default=0,
+        help="with a small model that is trained for it with its MTP module, in place of --model: "
+        "the most drafts of a step; every static layout with each draft length is a side",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of prompts and lengths")
     parser.add_argument("--output-dir", type=Path, default=RESULTS)
     given = parser.parse_args(arguments)
     workloads = tuple(WORKLOADS[name] for name in given.workloads)
     settings = BenchSettings(
-        checkpoint(given.model), given.ranks, workloads, given.repeats, given.scale, given.seed
+        model_with_mtp() if given.drafts else checkpoint(given.model),
+        given.ranks,
+        workloads,
+        given.repeats,
+        given.scale,
+        given.seed,
+        given.drafts,
     )
     facts = machine()
     try:

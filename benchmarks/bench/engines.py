@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.batch import Request
 from benchmarks.bench.runs import PAT, Run, requests_of, serve
@@ -18,10 +18,12 @@ from benchmarks.bench.workloads import MAX_TOKENS, Workload
 from benchmarks.common import config_of
 from benchmarks.engine_process import PARK_SECONDS, PATIENCE_SECONDS, EngineProcess
 from benchmarks.paired import turns
+from benchmarks.rollouts import mtp
 from benchmarks.simulator.traces import LengthTrace
 from pat_vllm.config import PATConfig
 from pat_vllm.doctor.child import environment
 from pat_vllm.layout import Layout
+from pat_vllm.predictor.draft_schedule import draft_lengths
 from pat_vllm.profiling.cache import CACHE_DIR
 
 _BLOCK_TOKENS = 128
@@ -38,6 +40,8 @@ class BenchSettings:
         model: a checkpoint's folder.
         repeats: measured batches of each workload, after one that warms up.
         scale: factor on the workloads' sizes.
+        drafts: the most draft tokens of a step, which the model's MTP module makes; prompts are
+            problems, then, which the model has learnt to solve.
     """
 
     model: Path
@@ -46,6 +50,7 @@ class BenchSettings:
     repeats: int = 5
     scale: float = 1.0
     seed: int = 0
+    drafts: int = 0
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
@@ -63,6 +68,8 @@ class BenchSettings:
 
     def requests(self, trace: LengthTrace, repeat: int) -> tuple[Request, ...]:
         """The same, with prompts."""
+        if self.drafts:
+            return mtp.requests_of(trace, self.model, self.seed + repeat)
         return requests_of(trace, self.config["vocab_size"], self.seed + repeat)
 
 
@@ -75,29 +82,47 @@ class Measured:
     start_seconds: Mapping[str, tuple[float, ...]]
 
 
-def sides(settings: BenchSettings) -> dict[str, dict[str, Any]]:
-    """`additional_config["pat"]` of each side: every static layout, and the default policy.
+class Side(NamedTuple):
+    """What the engines of a side have of their own.
+
+    Attributes:
+        pat: `additional_config["pat"]`.
+        drafts: the most draft tokens of a step; a static layout has as many in each.
+    """
+
+    pat: dict[str, Any]
+    drafts: int
+
+
+def sides(settings: BenchSettings) -> dict[str, Side]:
+    """Every static layout, with each draft length that there is, and the default policy.
 
     A static engine keeps only its own layout, so that all engines fit into the memory at once.
     """
-    static: dict[str, dict[str, Any]] = {
-        str(layout): {
-            "policy": {"kind": "static", "tp": layout.tp},
-            "layouts": [layout.tp],
-            "base_tp": layout.tp,
-        }
+    lengths = draft_lengths(settings.drafts, None) if settings.drafts else (0,)
+    static = {
+        f"{layout}, k={drafts}" if settings.drafts else str(layout): Side(
+            {
+                "policy": {"kind": "static", "tp": layout.tp},
+                "layouts": [layout.tp],
+                "base_tp": layout.tp,
+            },
+            drafts,
+        )
         for layout in settings.layouts
+        for drafts in lengths
     }
     longest = max(1, round(MAX_TOKENS * settings.scale))
-    return {**static, PAT: {"policy": {"kind": "predictor", "length_bound": longest}}}
+    policy = {"policy": {"kind": "predictor", "length_bound": longest}}
+    return {**static, PAT: Side(policy, settings.drafts)}
 
 
-def engine_options(settings: BenchSettings, pat: Mapping[str, Any]) -> dict[str, Any]:
+def engine_options(settings: BenchSettings, side: Side) -> dict[str, Any]:
     """Keyword arguments of `vllm.LLM`, with room for a whole batch in one replica, so that no run
     preempts any.
 
     Args:
-        pat: PAT's options, from `sides`.
+        side: from `sides`.
 
     Raises:
         ValueError: the model's context is too short.
@@ -117,13 +142,16 @@ def engine_options(settings: BenchSettings, pat: Mapping[str, Any]) -> dict[str,
         )
     heads = config.get("num_key_value_heads", config["num_attention_heads"])
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    token_bytes = config["num_hidden_layers"] * heads * head_dim * 2 * 4
-    blocks = 8 + max(sum(math.ceil(n / _BLOCK_TOKENS) for n in batch) for batch in batches)
+    token_bytes = (config["num_hidden_layers"] + bool(side.drafts)) * heads * head_dim * 2 * 4
+    room = side.drafts
+    blocks = 8 + max(sum(math.ceil((n + room) / _BLOCK_TOKENS) for n in batch) for batch in batches)
+    drafter = {"method": "mtp", "num_speculative_tokens": side.drafts}
     return dict(
         model=str(settings.model),
         tensor_parallel_size=settings.ranks,
         distributed_executor_backend="pat",
-        additional_config={"pat": dict(pat)},
+        additional_config={"pat": side.pat},
+        speculative_config=drafter if side.drafts else None,
         # In bfloat16 rounding differs with the layout, and after a while so does the text.
         dtype="float32",
         enforce_eager=True,
@@ -148,7 +176,7 @@ def measure(settings: BenchSettings) -> Measured:
         ValueError: the model does not fit the workloads.
     """
     runs: list[Run] = []
-    options = {name: engine_options(settings, pat) for name, pat in sides(settings).items()}
+    options = {name: engine_options(settings, side) for name, side in sides(settings).items()}
     starts: dict[str, list[float]] = {name: [] for name in options}
     engines: dict[str, EngineProcess] = {}
     with contextlib.ExitStack() as stack:

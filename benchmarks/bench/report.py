@@ -25,12 +25,13 @@ def markdown(settings: BenchSettings, measured: Measured) -> str:
     """The report."""
     config = settings.config
     layouts = [str(layout) for layout in settings.layouts]
+    statics = [side for side in measured.start_seconds if side != PAT]
     of_each = {
         workload.name: _sides([run for run in measured.runs if run.workload == workload.name])
         for workload in settings.workloads
     }
     header = [
-        "workload", *(f"static {layout}, s" for layout in layouts), "PAT, s",
+        "workload", *(f"static {side}, s" for side in statics), "PAT, s",
         "PAT / better static (95% CI)", f"bar {NEVER_WORSE}", "PAT / best of each repeat",
         "switches per batch", "stalled", "planning", *(f"step error {name}" for name in layouts),
         "switches that came true", f"time by control batches, 1 in {CONTROL_EVERY}",
@@ -38,14 +39,15 @@ def markdown(settings: BenchSettings, measured: Measured) -> str:
     ]  # fmt: skip
     first, *later = measured.start_seconds[PAT]
     then = f", then {statistics.median(later):.0f} s with the profile at hand" if later else ""
-    static = [f"{statistics.median(measured.start_seconds[layout]):.0f}" for layout in layouts]
+    static = [f"{statistics.median(measured.start_seconds[side]):.0f}" for side in statics]
     about = "".join(f"- `{workload.name}`: {workload.text}\n" for workload in settings.workloads)
     return (
         f"A {config['model_type']}, {config['num_hidden_layers']} layers of "
         f"{config['hidden_size']}, vocabulary {config['vocab_size']:,}, float32; {settings.ranks} "
-        f"ranks, {settings.repeats} repeats, scale {settings.scale:g}. Seconds are medians "
+        f"ranks, {settings.repeats} repeats, scale {settings.scale:g}, up to {settings.drafts} "
+        "drafts a step. Seconds are medians "
         "(low-high).\n\n"
-        + table(header, [_row(name, layouts, runs) for name, runs in of_each.items()])
+        + table(header, [_row(name, layouts, statics, runs) for name, runs in of_each.items()])
         + f"\nStart of the adaptive engine: {first:.0f} s with a profile taken{then}; of a static "
         f"one {', '.join(static)} s.\n\n## Workloads\n\n{about}\n## What the words mean\n\n"
         + DEFINITIONS
@@ -57,18 +59,20 @@ def _sides(runs: Sequence[Run]) -> dict[str, list[Run]]:
     return {side: [r for r in runs if r.side == side] for side in {run.side: 0 for run in runs}}
 
 
-def _row(name: str, layouts: Sequence[str], runs: dict[str, list[Run]]) -> list[str]:
+def _row(
+    name: str, layouts: Sequence[str], statics: Sequence[str], runs: dict[str, list[Run]]
+) -> list[str]:
     seconds = {side: [run.seconds for run in of_side[1:]] for side, of_side in runs.items()}
-    best = min(layouts, key=lambda side: statistics.median(seconds[side]))
+    best = min(statics, key=lambda side: statistics.median(seconds[side]))
     ratio = paired_ratio(seconds[PAT], seconds[best])
-    best_of_each = [min(repeat) for repeat in zip(*(seconds[s] for s in layouts), strict=True)]
+    best_of_each = [min(repeat) for repeat in zip(*(seconds[s] for s in statics), strict=True)]
     ours, whole = runs[PAT][1:], sum(seconds[PAT])
     came_true = PredictorReport(tuple(d for run in ours for d in run.decisions)).share_come_true
     return [
         name,
         *(
             f"{Summary.of(seconds[side]).show(digits=2)}{' *' if side == best else ''}"
-            for side in (*layouts, PAT)
+            for side in (*statics, PAT)
         ),
         f"**{ratio.show()}**",
         "met" if ratio.high <= NEVER_WORSE else "missed",
@@ -79,7 +83,7 @@ def _row(name: str, layouts: Sequence[str], runs: dict[str, list[Run]]) -> list[
         *(_step_error(ours, layout) for layout in layouts),
         "-" if came_true is None else f"{came_true:.0%}",
         f"{(1 / ratio.centre - 1) / CONTROL_EVERY:+.2%}",
-        f"{runs[PAT][0].seconds / min(runs[side][0].seconds for side in layouts):.2f}",
+        f"{runs[PAT][0].seconds / min(runs[side][0].seconds for side in statics):.2f}",
     ]
 
 

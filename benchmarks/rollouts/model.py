@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.rollouts.arithmetic import problem, solution
+from benchmarks.rollouts.arithmetic import Problem, problem, solution
 from pat_vllm.cli.random_tokenizer import CHAT_TEMPLATE
 from pat_vllm.doctor.models import SPECIAL_TOKENS
 
@@ -93,31 +94,55 @@ def pretrain(path: Path, seed: int = 0) -> None:
         **SHAPE,
     )
     model = Qwen3ForCausalLM(config).train()
-    inside = [p for p in model.model.layers.parameters() if p.dim() == 2]
+    batches = _batches(tokenizer, random.Random(f"pretrain/{seed}"))
+    optimize(
+        model,
+        [*model.model.layers.parameters()],
+        ((sum(len(a + b) for a, b in batch), partial(_loss, model, batch)) for batch in batches),
+        TOKENS,
+    )
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+
+
+def optimize(
+    model: Any,
+    of_layers: Sequence[Any],
+    batches: Iterable[tuple[int, Callable[[], Any]]],
+    tokens: int,
+) -> None:
+    """Train a model.
+
+    Args:
+        of_layers: parameters of its layers, whose matrices get another optimizer than the rest.
+        batches: tokens of each, and what computes its loss.
+        tokens: after so many it ends.
+    """
+    import torch
+
+    inside = [p for p in of_layers if p.dim() == 2]
     others = [p for p in model.parameters() if all(p is not inner for inner in inside)]
     optimizers = (
         torch.optim.Muon(inside, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0),
     )
-    tokens = 0
-    for step, batch in enumerate(_batches(tokenizer, random.Random(f"pretrain/{seed}"))):
-        if tokens >= TOKENS:
+    seen = 0
+    for step, (of_batch, loss_of) in enumerate(batches):
+        if seen >= tokens:
             break
-        left = (1 - tokens / TOKENS) / COOL_DOWN_SHARE
+        left = (1 - seen / tokens) / COOL_DOWN_SHARE
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = LEARNING_RATE * min(1.0, (step + 1) / WARM_UP_STEPS, left)
-        loss = _loss(model, batch)
+        loss = loss_of()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        tokens += sum(len(prompt) + len(response) for prompt, response in batch)
+        seen += of_batch
         if step % 20 == 0:
-            print(f"training the policy: {tokens} of {TOKENS} tokens, loss {loss:.4f}", flush=True)
-    model.save_pretrained(path)
-    tokenizer.save_pretrained(path)
+            print(f"training: {seen} of {tokens} tokens, loss {loss:.4f}", flush=True)
 
 
 def _loss(model: Any, rows: Sequence[Row]) -> Any:
@@ -146,8 +171,7 @@ def _batches(tokenizer: Any, rng: random.Random) -> Iterator[list[Row]]:
     while True:
         rows = [
             (
-                # A question as the policy sees it.
-                [tokenizer.bos_token_id, *tokenizer.encode(f"{task.text}\n")],
+                question_tokens(tokenizer, task),
                 [*tokenizer.encode(solution(rng, task)), tokenizer.eos_token_id],
             )
             for task in _problems(rng, POOL_DOCUMENTS)
@@ -162,5 +186,10 @@ def _batches(tokenizer: Any, rng: random.Random) -> Iterator[list[Row]]:
         yield from batches
 
 
-def _problems(rng: random.Random, count: int) -> Iterator[Any]:
+def question_tokens(tokenizer: Any, task: Problem) -> list[int]:
+    """A question as the policy sees it."""
+    return [tokenizer.bos_token_id, *tokenizer.encode(f"{task.text}\n")]
+
+
+def _problems(rng: random.Random, count: int) -> Iterator[Problem]:
     return (problem(rng) for _ in range(count))

@@ -14,7 +14,8 @@ from typing import Any
 OF_TEXT = ("ngram", "ngram_gpu")
 """vLLM's methods of drafters that have neither weights nor KV."""
 OF_WEIGHTS = ("mtp", "eagle3", "eagle", "draft_model")
-"""vLLM's methods of drafters with weights that PAT serves, with Model Runner V2."""
+"""vLLM's methods of drafters with weights that PAT serves, from vLLM 0.32 on."""
+METHODS = (*OF_TEXT, *OF_WEIGHTS)
 
 
 def has_weights(speculative: Any) -> bool:
@@ -26,44 +27,27 @@ def has_weights(speculative: Any) -> bool:
     return speculative is not None and speculative.method in OF_WEIGHTS
 
 
-def methods_served(use_v2: bool) -> tuple[str, ...]:
-    """The methods that PAT serves with Model Runner V2, or with V1.
-
-    V1 skips the drafter's pass for a whole batch as soon as one of its requests comes near
-    `max_model_len`, which leaves gaps in the KV of all.
-    """
-    return (*OF_TEXT, *OF_WEIGHTS) if use_v2 else OF_TEXT
-
-
 def is_mtp(given: Any) -> bool:
     """Whether the method that a user gives is MTP: vLLM takes `mimo_mtp` and the like for `mtp`."""
     return isinstance(given, str) and (given == "mtp" or given.endswith("_mtp"))
 
 
-def instead_of(given: Any, use_v2: bool) -> str | None:
+def instead_of(given: Any) -> str | None:
     """What is allowed in place of a method that a user gives; None: that itself, as far as is known
-    before vLLM reads it. Without one, vLLM looks at the drafter's model.
-
-    Args:
-        use_v2: whether the engine may run Model Runner V2.
-    """
-    if given is None or ("mtp" if is_mtp(given) else given) in methods_served(use_v2):
+    before vLLM reads it. Without one, vLLM looks at the drafter's model."""
+    if given is None or ("mtp" if is_mtp(given) else given) in METHODS:
         return None
-    allowed = f"allowed {', '.join(methods_served(use_v2))}"
-    if use_v2:
-        return allowed
-    return (
-        f"{allowed}; {', '.join(OF_WEIGHTS)} need Model Runner V2: unset VLLM_USE_V2_MODEL_RUNNER"
-    )
+    return f"allowed {', '.join(METHODS)}"
 
 
 def looks_into_responses(method: str, use_v2: bool) -> bool:
     """Whether drafts come from earlier responses, too.
 
     With "ngram_gpu" on Model Runner V1 vLLM's own drafter runs, which looks at the request alone.
-    Beside a drafter with weights, text drafts for the requests of which more was accepted then.
+    Beside a drafter with weights, text drafts for the requests of which more was accepted then,
+    with V2 only: its kernels look on the device, where V1 has no texts.
     """
-    return method in methods_served(use_v2) and (use_v2 or method == "ngram")
+    return method in METHODS and (use_v2 or method == "ngram")
 
 
 def reads_ahead(speculative: Any) -> bool:
@@ -80,4 +64,4 @@ def is_measured(method: str, use_v2: bool) -> bool:
     With "ngram_gpu" on Model Runner V1 they cannot: that runner drops, before a step, drafts that
     it did not find itself.
     """
-    return looks_into_responses(method, use_v2)
+    return method in METHODS and (use_v2 or method != "ngram_gpu")

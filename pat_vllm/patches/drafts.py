@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from pat_vllm.models.drafters import has_weights
@@ -26,12 +27,12 @@ def prepare_drafter(runner: RunnerV1 | RunnerV2) -> None:
     if config is None:
         return
     take_every_draft_length(runner)
+    draft_near_the_longest_context(runner)
+    end_thinking_in_own_rows(runner)
     if has_weights(config):
         name_drafter(runner)
     else:
         skip_empty_drafts(runner)
-        draft_near_the_longest_context(runner)
-        end_thinking_in_own_rows(runner)
 
 
 def name_drafter(runner: RunnerV1 | RunnerV2) -> None:
@@ -45,8 +46,8 @@ def name_drafter(runner: RunnerV1 | RunnerV2) -> None:
         runner.drafter = runner.speculator  # type: ignore[attr-defined]
 
 
-def share_with_target(shared: Mapping[str, bool]) -> AbstractContextManager[None]:
-    """Inside, have drafters share modules with their target as told, in Model Runner V2.
+def share_with_target(shared: Mapping[str, bool], use_v2: bool) -> AbstractContextManager[None]:
+    """Inside, have drafters of this model runner share modules with their target as told.
 
     Without it: vLLM goes by flags that only reading a checkpoint sets, and then compares values.
     Another layout's drafter has read none, and its shards have no values yet: a head of its own
@@ -55,14 +56,40 @@ def share_with_target(shared: Mapping[str, bool]) -> AbstractContextManager[None
     Args:
         shared: by vLLM's flag that a drafter has the module itself, such as `has_own_lm_head`.
     """
-    import vllm.v1.worker.gpu.spec_decode.eagle.utils as utils
 
     def should_share(drafter: Any, flag: str, *modules: Any) -> bool:
         if hasattr(drafter, flag):
             setattr(drafter, flag, not shared[flag])
         return shared[flag]
 
+    if not use_v2:
+        return _sharing_of_v1(should_share)
+    import vllm.v1.worker.gpu.spec_decode.eagle.utils as utils
+
     return replaced(utils, "_should_share", should_share)
+
+
+@contextmanager
+def _sharing_of_v1(should_share: Callable[[Any, str], bool]) -> Iterator[None]:
+    from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer as Proposer
+
+    share_embeddings, share_head = Proposer._maybe_share_embeddings, Proposer._maybe_share_lm_head
+
+    def embeddings(proposer: Proposer, target: Any) -> None:
+        if should_share(proposer.model, "has_own_embed_tokens"):
+            share_embeddings(proposer, target)
+
+    def head(proposer: Proposer, target: Any) -> None:
+        if not should_share(proposer.model, "has_own_lm_head"):
+            # vLLM does more here than to share. It compares with a head only if there is one.
+            target = SimpleNamespace(model=target.model)
+        share_head(proposer, target)
+
+    with (
+        replaced(Proposer, "_maybe_share_embeddings", embeddings),
+        replaced(Proposer, "_maybe_share_lm_head", head),
+    ):
+        yield
 
 
 def use_drafter(runner: RunnerV1 | RunnerV2, drafter: Any) -> None:
@@ -231,16 +258,29 @@ def _propose_some(drafter: Any, original: Callable[..., Any]) -> Callable[..., A
 
 
 def draft_near_the_longest_context(runner: RunnerV1 | RunnerV2) -> None:
-    """Have Model Runner V1's n-gram drafter go on where a request comes near `max_model_len`.
+    """Have Model Runner V1's drafter go on where a request comes near `max_model_len`.
 
     Without it: as soon as one request of a step does, V1 gives zeros for drafts to all of them, on
-    CPU by a CUDA stream, which ends the engine. That protects a drafter's KV cache; the n-gram
-    drafter has none, and proposes nothing beyond `max_model_len` itself. vLLM 0.33 does so, too.
-    Missing seam: vLLM does not ask the drafter. This goes with Model Runner V1.
+    CPU by a CUDA stream, which ends the engine. The KV of a drafter with weights then has gaps,
+    for all, which nothing fills. The n-gram drafter has no KV, and proposes nothing beyond
+    `max_model_len` itself. One with weights has its passes beyond that at position 0, without a
+    place for KV; but the pass after such a one would be at position 1, and write there. vLLM 0.33
+    does so, too. Missing seam: vLLM does not ask the drafter. This goes with Model Runner V1.
     """
     assert runner.speculative_config is not None
-    if not is_v2(runner) and runner.speculative_config.method == "ngram":
-        replace(runner, "_input_fits_in_drafter", lambda original: _is_attended)
+    if is_v2(runner) or runner.speculative_config.method == "ngram_gpu":
+        return
+    replace(runner, "_input_fits_in_drafter", lambda original: _is_attended)
+    if has_weights(runner.speculative_config):
+        replace(runner.drafter, "_update_positions_dependent_metadata", _count_beyond)
+
+
+def _count_beyond(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def call(positions: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        original(positions, *args, **options)  # returns positions that begin again
+        return positions + 1
+
+    return call
 
 
 def end_thinking_in_own_rows(runner: RunnerV1 | RunnerV2) -> None:

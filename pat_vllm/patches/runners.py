@@ -256,6 +256,24 @@ def share_penalty_counts(runner: RunnerV2, host: RunnerV2) -> None:
     own.prompt_bin_mask = shared.prompt_bin_mask[:rows]
 
 
+def share_drafter_inputs(runner: RunnerV1, host: RunnerV1) -> None:
+    """Have the drafter of a Model Runner V1 use the first rows of the inputs of that of `host`.
+
+    Without it: each layout takes twice `max_num_batched_tokens * hidden_size` elements of device
+    memory, for hidden states and embeddings that a step writes before it reads them. Missing seam:
+    a drafter that takes given buffers.
+
+    Args:
+        host: has at least as many tokens in a step.
+    """
+    own: Any = runner.drafter
+    shared: Any = host.drafter
+    for name in ("hidden_states", "inputs_embeds"):
+        rows = len(getattr(own, name))
+        assert rows <= len(getattr(shared, name))
+        setattr(own, name, getattr(shared, name)[:rows])
+
+
 def share_grammar_bitmask(runner: RunnerV2, host: RunnerV2) -> None:
     """Have a Model Runner V2 use the grammar bitmask of `host`.
 

@@ -44,6 +44,7 @@ class EngineLimits:
         misses: whether a step may have a draft length and verify no drafts, as when nothing was
             found. Where it may not, drafts are filled up and always verified.
         drafter_has_weights: whether drafts are made by a model, which reads KV of its own.
+        draft_slots: of each request in a step's tokens, beside its own: a draft model has one more.
     """
 
     layouts: tuple[Layout, ...]
@@ -55,6 +56,7 @@ class EngineLimits:
     draft_lengths: tuple[int, ...] = ()
     misses: bool = False
     drafter_has_weights: bool = False
+    draft_slots: int = 0
 
     @property
     def kv_tokens(self) -> dict[int, int]:
@@ -77,7 +79,7 @@ class EngineLimits:
     def most_requests(self, tp: int, drafts: int = 0) -> int:
         """Requests with short contexts, and so many drafts each, that a replica can run at once."""
         each = self._blocks(self.short, drafts)
-        in_step = self.max_batch_tokens[tp] // (1 + drafts)
+        in_step = self.max_batch_tokens[tp] // (1 + drafts + self.draft_slots)
         return max(1, min(self.max_num_seqs[tp], in_step, self.blocks[tp] // each))
 
     def _blocks(self, context: int, drafts: int) -> int:
@@ -103,9 +105,11 @@ class EngineLimits:
         contexts = [c + self.room_for(point.drafts) + 1 for c in point.contexts]
         blocks = sum(self._blocks(context, point.drafts) for context in point.contexts)
         blocks += sum(num_blocks(self.kinds, n + 1, room=n + 1) for n in prompts)
+        requests = point.batch + len(prompts)
+        tokens = point.batch * (1 + point.drafts) + point.prefill
         return (
-            0 < point.batch + len(prompts) <= self.max_num_seqs[tp]
-            and point.batch * (1 + point.drafts) + point.prefill <= self.max_batch_tokens[tp]
+            0 < requests <= self.max_num_seqs[tp]
+            and tokens + requests * self.draft_slots <= self.max_batch_tokens[tp]
             and max(contexts, default=0) <= self.max_model_len
             and blocks <= self.blocks[tp]
         )
@@ -233,7 +237,8 @@ class _Row(NamedTuple):
 
 def _rows(limits: EngineLimits, layout: Layout) -> list[_Row]:
     every, share, most = layout.replicas, limits.share(layout), limits.most_requests(layout.tp)
-    few, grid, tokens = min(8, share), (*_powers(most), most), limits.max_batch_tokens[layout.tp]
+    few, grid = min(8, share), (*_powers(most), most)
+    tokens = limits.max_batch_tokens[layout.tp] - limits.draft_slots
     lengths = limits.draft_lengths
     # What other draft lengths lie between.
     telling = dict.fromkeys((*lengths[-1:], *lengths[(len(lengths) - 1) // 2 :][:1]))

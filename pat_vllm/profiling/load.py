@@ -24,7 +24,7 @@ from pat_vllm.profiling.key import profile_key, title
 from pat_vllm.profiling.quality import REMEDY, problems
 from pat_vllm.profiling.runner import Profiler
 from pat_vllm.worker.layout_config import block_ratio, kinds_of
-from pat_vllm.worker.synthetic import FIRST_BLOCK
+from pat_vllm.worker.synthetic import FIRST_BLOCK, draft_slots
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -169,8 +169,9 @@ def engine_limits(executor: PATExecutorMixin, kv_cache_config: KVCacheConfig) ->
             for layout in layouts
         },
         draft_lengths=_draft_lengths(vllm_config, setup.draft_lengths),
-        misses=not vllm_config.use_v2_model_runner,
+        misses=not (vllm_config.use_v2_model_runner or has_weights(vllm_config.speculative_config)),
         drafter_has_weights=has_weights(vllm_config.speculative_config),
+        draft_slots=draft_slots(vllm_config),
     )
 
 

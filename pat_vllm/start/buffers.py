@@ -132,14 +132,18 @@ def runner_buffers(model: ModelSize, engine: EngineShape, layout: Layout) -> lis
         embeddings = tokens * model.hidden * model.dtype_bytes
         buffers = [
             Buffer(embeddings, embeddings, shared=True),
-            Buffer(token_ids if drafts else 0, shared=True),
+            Buffer(token_ids if drafts and engine.drafter is None else 0, shared=True),
             Buffer(table, table),
             Buffer(small, small, pageable=5 * token_ids // 4),
         ]
     if engine.drafter is not None:
-        # The hidden states that it begins with, and for each an id and a position.
-        width = engine.drafter.model.hidden
-        buffers.append(Buffer(tokens * (width * model.dtype_bytes + 4 + 8)))
+        # The hidden states that it begins with; on V1 embeddings, too.
+        states = tokens * engine.drafter.model.hidden * model.dtype_bytes
+        if engine.runner == "V2":
+            buffers.append(Buffer(states + tokens * (4 + 8)))  # an id and a position for each
+        else:
+            # An id, a position, a slot and a number for each.
+            buffers += [Buffer(2 * states, shared=True), Buffer(tokens * (4 + 8 + 8 + 4))]
     if engine.tower is not None:
         # What a step is given in place of ids (V1 has it for all models), and of deepstack.
         rows = engine.tower.levels + (engine.runner == "V2")

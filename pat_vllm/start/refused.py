@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pat_vllm.layout import device_of
-from pat_vllm.models.drafters import OF_TEXT, OF_WEIGHTS, has_weights, methods_served
+from pat_vllm.models.drafters import METHODS, OF_TEXT, OF_WEIGHTS, has_weights
 from pat_vllm.models.images import SERVED, takes_images
 from pat_vllm.models.layer_sizes import fields_of, linear_heads, may_have_experts
 from pat_vllm.models.model_classes import class_of
@@ -28,7 +28,7 @@ from pat_vllm.models.model_rules import (
 from pat_vllm.models.quantization import FP8_KV, kv_scale_of
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import ModelConfig, SpeculativeConfig, VllmConfig
 
 _PACKED_HEADS = frozenset({"ROCM_ATTN", "ROCM_SEGMENTED_ATTN", "B12X"})
 """vLLM's attention backends that pack all KV heads of a block together, so that its bytes cannot be
@@ -181,19 +181,17 @@ def _layers_of_two_dtypes(vllm_config: VllmConfig) -> Any:
 
 
 def _drafts(vllm_config: VllmConfig) -> Any:
-    """The method of drafts, if PAT does not serve it with this model runner."""
+    """The method of drafts, if PAT does not serve it with this vLLM."""
     speculative = vllm_config.speculative_config
     if speculative is None or speculative.method is None:
         return None
-    use_v2 = _drafts_with_v2(vllm_config)
-    return None if speculative.method in methods_served(use_v2) else speculative.method
+    served = METHODS if _from_0_32_on(speculative) else OF_TEXT
+    return None if speculative.method in served else speculative.method
 
 
-def _drafts_with_v2(vllm_config: VllmConfig) -> bool:
-    """Whether drafts are made with Model Runner V2, as from vLLM 0.32 on."""
-    # vLLM 0.31, which has no such method, has other drafters.
-    speculative = vllm_config.speculative_config
-    return bool(vllm_config.use_v2_model_runner and hasattr(speculative, "use_ngram"))
+def _from_0_32_on(speculative: SpeculativeConfig) -> bool:
+    """Whether this vLLM is not 0.31, which has other drafters, and no such method."""
+    return hasattr(speculative, "use_ngram")
 
 
 def _drafts_of_linear(vllm_config: VllmConfig) -> Any:
@@ -203,7 +201,8 @@ def _drafts_of_linear(vllm_config: VllmConfig) -> Any:
         return None
     known = class_of(fields_of(model.hf_text_config))
     are_carried = known is not None and known.linear == "delta_net"
-    served = _drafts_with_v2(vllm_config) and speculative.method in ("mtp", "ngram_gpu")
+    use_v2 = vllm_config.use_v2_model_runner and _from_0_32_on(speculative)
+    served = use_v2 and speculative.method in ("mtp", "ngram_gpu")
     return None if are_carried and served else speculative.method
 
 
@@ -231,6 +230,22 @@ def _drafter_with_state(vllm_config: VllmConfig) -> Any:
         return None
     model = _at(vllm_config, "speculative_config.draft_model_config.hf_config.model_type")
     return model if model in _DRAFTERS_WITH_STATE else None
+
+
+def _short_drafter(vllm_config: VllmConfig) -> Any:
+    """The longest context of a drafter's, where it is shorter than the engine's.
+
+    There it would leave gaps in its KV, or have no positions. Others than draft models have the
+    target's positions.
+    """
+    speculative, model = vllm_config.speculative_config, vllm_config.model_config
+    if not has_weights(speculative) or model is None:
+        return None
+    assert speculative is not None
+    drafter = speculative.draft_model_config if speculative.method == "draft_model" else None
+    lengths = (speculative.max_model_len, _at(vllm_config, _LONGEST) if drafter else None)
+    short = [length for length in lengths if length and length < model.max_model_len]
+    return min(short, default=None)
 
 
 def _several_modules(vllm_config: VllmConfig) -> Any:
@@ -301,6 +316,7 @@ def _of_model(rule: ModelRule) -> Rule:
     return Rule(rule.option, refused, rule.allowed, rule.kind, rule.mixtures)
 
 
+_LONGEST = "speculative_config.draft_model_config.max_model_len"
 _NIC_MAPPING = "VLLM_GPU_NIC_PCIE_MAPPING"
 _KV_DTYPES = ("auto", "float16", "bfloat16", "float32", *FP8_KV)
 # Reasons that several rules give.
@@ -364,8 +380,7 @@ RULES = (
     Rule(
         "speculative_config.method",
         _drafts,
-        f"{', '.join(OF_TEXT)}; with Model Runner V2 from vLLM 0.32 on also "
-        f"{', '.join(OF_WEIGHTS)}",
+        f"{', '.join(OF_TEXT)}; from vLLM 0.32 on also {', '.join(OF_WEIGHTS)}",
     ),
     Rule(
         "speculative_config.model",
@@ -376,6 +391,11 @@ RULES = (
         "speculative_config.quantization",
         _quantized_drafter,
         "None: layouts cannot share quantized drafters yet",
+    ),
+    Rule(
+        "speculative_config.max_model_len",
+        _short_drafter,
+        "at least max_model_len, of drafters with weights",
     ),
     Rule(
         "speculative_config.num_speculative_tokens",

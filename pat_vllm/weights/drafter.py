@@ -51,10 +51,10 @@ def shared_names(drafter: Any, target: nn.Module) -> frozenset[str]:
     return frozenset(name for name, weight in named if weight in of_target)
 
 
-def sharing_as(drafter: nn.Module, target: nn.Module) -> AbstractContextManager[None]:
+def sharing_as(drafter: nn.Module, target: nn.Module, use_v2: bool) -> AbstractContextManager[None]:
     """Inside, drafters of other layouts share what the base layout's shares with its target."""
     of_target = set(target.modules())
     modules: dict[str, Any] = dict(drafter.named_modules(remove_duplicate=False))
     return share_with_target(
-        {flag: modules.get(name) in of_target for flag, name in _SHARED.items()}
+        {flag: modules.get(name) in of_target for flag, name in _SHARED.items()}, use_v2
     )

@@ -14,6 +14,7 @@ from vllm.model_executor.layers.attention import MLAAttention
 
 from pat_vllm.executor.messages import Refreshed
 from pat_vllm.models.drafters import has_weights
+from pat_vllm.patches.runners import is_v2
 from pat_vllm.patches.weights import after_load_weights, refuse_load_weights
 from pat_vllm.weights.drafter import Drafter, shared_names, sharing_as
 from pat_vllm.weights.inplace import InPlaceShards
@@ -92,7 +93,7 @@ class LayoutWeights:
             return
         base = self._base.runner
         if runtime is not self._base:
-            with sharing_as(_drafter_of(base), base.get_model()):
+            with sharing_as(_drafter_of(base), base.get_model(), is_v2(base)):
                 yield
             return
         yield

@@ -19,11 +19,13 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 from pat_vllm.executor.messages import SwitchCommand
+from pat_vllm.models.drafters import has_weights
 from pat_vllm.patches.runners import (
     forget_sampled_tokens,
     is_v2,
     restore_added_rows,
     restore_written_rows,
+    share_drafter_inputs,
     share_grammar_bitmask,
     share_image_embeddings,
     share_penalty_counts,
@@ -170,7 +172,7 @@ class V1RequestStateTransfer:
             carried.append(state)
 
     def settle(self, runner: RunnerV1, request_ids: Iterable[str]) -> None:
-        return  # with drafts, linear attention is refused
+        return  # with drafts, linear attention is refused on V1
 
     def take(self, runner: RunnerV1, request_ids: Iterable[str]) -> dict[str, _V1State]:
         states = {}
@@ -233,6 +235,8 @@ class V1RequestStateTransfer:
             larger = max(of_host, own, key=len)
             host.token_ids_gpu_tensor = larger[: len(of_host)]
             runner.token_ids_gpu_tensor = larger[: len(own)]
+        if has_weights(runner.speculative_config):
+            share_drafter_inputs(runner, host)
 
 
 def _pack(token_ids: list[int] | None) -> np.ndarray | None:

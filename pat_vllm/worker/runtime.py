@@ -93,9 +93,12 @@ class LayoutRuntime:
         """Check that a drafter's layers can join the groups of the target's. Raises ValueError."""
         if not has_weights(self.config.speculative_config):
             return
-        assert is_v2(self.runner)
-        speculator: Any = self.runner.speculator
-        drafters = speculator.draft_attn_layer_names
+        runner: Any = self.runner
+        drafters: set[str] = (
+            runner.speculator.draft_attn_layer_names
+            if is_v2(self.runner)
+            else runner.drafter._draft_attn_layer_names
+        )
         targets = {name: spec for name, spec in specs.items() if name not in drafters}
         for name in sorted(drafters & specs.keys()):
             if specs[name] not in targets.values():

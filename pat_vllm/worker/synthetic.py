@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import TYPE_CHECKING
 
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
@@ -17,6 +18,9 @@ from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, Schedul
 from pat_vllm.kv_transfer.plan import RequestBlocks
 from pat_vllm.layout import Layout
 from pat_vllm.models.kinds import NULL_BLOCK, Kinds
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 FIRST_BLOCK = NULL_BLOCK + 1
 """Id of the first KV block that a request may have: vLLM keeps the null block before it."""
@@ -82,6 +86,12 @@ def make_requests(
             SyntheticRequest(f"{prefix}-{index}", length, computed, tuple(blocks), vocabulary)
         )
     return requests
+
+
+def draft_slots(vllm_config: VllmConfig) -> int:
+    """Slots of each request in the tokens of a step, beside its own, as vLLM's scheduler counts."""
+    speculative = vllm_config.speculative_config
+    return speculative.max_num_new_slots_for_drafting if speculative is not None else 0
 
 
 def next_block(requests: Sequence[SyntheticRequest]) -> int:

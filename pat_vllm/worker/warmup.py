@@ -20,6 +20,7 @@ from pat_vllm.worker.synthetic import (
     FIRST_BLOCK,
     add_new,
     decode_step,
+    draft_slots,
     finish,
     make_requests,
     synthetic_kv,
@@ -44,8 +45,9 @@ def warm_up(worker: PATWorkerMixin, num_blocks: int, kinds: Kinds) -> float:
         Prefill rate, tokens per second, from the second of two equal prefills.
     """
     config = worker.vllm_config
+    slots = draft_slots(config)
     limit = min(
-        config.scheduler_config.max_num_batched_tokens,
+        config.scheduler_config.max_num_batched_tokens - slots,
         config.model_config.max_model_len - DECODE_STEPS - 1,
         # Blocks of a step's tokens are given back after it.
         (num_blocks - FIRST_BLOCK) // len(kinds) * block_size(kinds) - DECODE_STEPS,
@@ -55,7 +57,7 @@ def warm_up(worker: PATWorkerMixin, num_blocks: int, kinds: Kinds) -> float:
     for _ in range(2):
         rate = long / _run(worker, [long], kinds, decode_steps=0)
     for size in BATCH_SIZES:
-        short = max(1, min(4, limit // size))
+        short = max(1, min(4, limit // size - slots))
         tokens = short + DECODE_STEPS + 1
         fits = size * num_blocks_of(kinds, tokens, room=tokens) < num_blocks
         if fits and size <= config.scheduler_config.max_num_seqs:

@@ -229,18 +229,19 @@ V2_NGRAM: dict[str, Any] = {
     "prompt_lookup_max": 3,
 }
 # Drafters with weights. What the model itself drafts is right, as long as its KV is whole. Beside
-# MTP, text drafts for some requests.
-SELF_DRAFTS, MTP, EAGLE3 = (
+# MTP, with V2, text drafts for some requests.
+SELF_DRAFTS, MTP, EAGLE3, V2_SELF_DRAFTS, V2_MTP, V2_EAGLE3 = (
     EngineSpec(
-        f"V2 {method}",
+        f"{runner} {method}",
         model,
         2,
         IN_PLACE | {"draft_history_bytes": history},
         V2_OPTIONS | {"max_num_seqs": 8, "speculative_config": {"method": method, **drafter}},
-        model_runner_v2=True,
+        model_runner_v2=runner == "V2",
     )
+    for runner in ("V1", "V2")
     for method, model, drafter, history in (
-        ("draft_model", "qwen3", {"model": "qwen3", "num_speculative_tokens": 2}, 0),
+        ("draft_model", "qwen3", {"model": "qwen3", "num_speculative_tokens": 3}, 0),
         ("mtp", "mimo", {"num_speculative_tokens": 2}, 1 << 20),
         ("eagle3", "repeating", {"model": "eagle3", "num_speculative_tokens": 2}, 0),
     )
@@ -251,7 +252,7 @@ MTP_LINEAR = EngineSpec(
     "qwen3_next_mtp",
     2,
     IN_PLACE | CUT,
-    {**MTP.options, "max_num_batched_tokens": 96},
+    {**V2_MTP.options, "max_num_batched_tokens": 96},
     model_runner_v2=True,
 )
 # Without prefix caching, these are all that a request has.

@@ -28,22 +28,26 @@ from pat_vllm.start.setup import Setup
 from tests.engine.specs import COPIES, FOUR_RANKS, IN_PLACE, LATENT, UPDATES
 from tests.support.pool import EngineSpec
 
-# With Model Runner V2 the shared engines are so small that much would be within the tolerance.
+# The shared engines with drafters are so small that much would be within the tolerance, and so are
+# all with Model Runner V2.
 LARGE: dict[str, Any] = UPDATES | {
     "max_num_seqs": 48,
     "max_num_batched_tokens": 1536,
     "max_model_len": 1024,
 }
-LARGE_V2 = EngineSpec(
-    "large V2, MTP",
-    "mimo",
-    2,
-    IN_PLACE,
-    LARGE | {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}},
-    model_runner_v2=True,
+LARGE_V1, LARGE_V2 = (
+    EngineSpec(
+        f"large {runner}, MTP",
+        "mimo",
+        2,
+        IN_PLACE,
+        LARGE | {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}},
+        model_runner_v2=runner == "V2",
+    )
+    for runner in ("V1", "V2")
 )
 
-pytestmark = pytest.mark.engine(COPIES, FOUR_RANKS, LARGE_V2, LATENT)
+pytestmark = pytest.mark.engine(COPIES, FOUR_RANKS, LARGE_V1, LARGE_V2, LATENT)
 
 EXACT = 0.003
 TOLERANCE = 0.01

@@ -26,7 +26,8 @@ def as_for_users(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def test_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("drafts", [0, 1])
+def test_bench(drafts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One small workload, with engines started as for users, and a consistent file."""
     before = engine_processes()
     as_for_users(monkeypatch)
@@ -39,10 +40,13 @@ def test_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             groups.append(self._process.pid)
 
     monkeypatch.setattr("benchmarks.bench.engines.EngineProcess", Recorded)
+    # In place of the one that is trained.
+    monkeypatch.setattr("benchmarks.bench.__main__.model_with_mtp", lambda: random_model("mimo"))
     model = str(random_model("qwen3"))
-    arguments = ["--model", model, "--scale", "0.125", "--repeats", "1"]
+    arguments = ["--model", model, "--drafts", str(drafts), "--scale", "0.125", "--repeats", "1"]
     main([*arguments, "--workloads", "staggered", "--output-dir", str(tmp_path)])
-    assert len(groups) == 2 + 1
+    sides = 2 * (1 + drafts) + 1
+    assert len(groups) == sides
     for group in groups:
         with pytest.raises(ProcessLookupError):
             os.killpg(group, 0)
@@ -52,7 +56,7 @@ def test_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(tmp_path) not in path.read_text()
     runs = json.loads(path.read_text())["measured"]["runs"]
     traces = [WORKLOADS["staggered"].trace(repeat, 0.125) for repeat in (0, 1)]
-    assert len(runs) == 2 * 3
+    assert len(runs) == 2 * sides
     for run in runs:
         assert run["tokens"] == sum(traces[run["repeat"]].lengths)
         assert run["seconds"] > max(traces[run["repeat"]].arrivals)

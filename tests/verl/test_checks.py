@@ -133,13 +133,6 @@ def test_refused(changes: dict[str, Any], option: str, way_out: str) -> None:
     assert way_out in str(refusal.value)
 
 
-def test_drafters_with_weights_need_model_runner_v2(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
-    with pytest.raises(ValueError, match=r"rollout.mtp.method=mtp .*need Model Runner V2: unset"):
-        check_rollout(rollout(mtp=MTP))
-    check_rollout(rollout(**{VLLM + "speculative_config": {"method": "ngram"}}))
-
-
 @pytest.mark.parametrize(
     ("tp", "per_node", "world", "message"),
     [

@@ -16,7 +16,7 @@ from typing import Any
 
 from pat_vllm.config import PATConfig
 from pat_vllm.models.drafters import instead_of
-from pat_vllm.plugin import check_vllm_version, may_use_v2
+from pat_vllm.plugin import check_vllm_version
 
 TESTED_OPENRLHF = "0.11.2"
 """The OpenRLHF release that this package is tested with."""
@@ -131,7 +131,7 @@ def parse_speculation(text: str | None) -> dict[str, Any] | None:
         return None
     allowed = ("method", "num_speculative_tokens", "and others of vLLM's")
     config = _object("vllm.speculative_config", text, _NGRAMS, allowed)
-    if instead := instead_of(method := config.get("method"), may_use_v2()):
+    if instead := instead_of(method := config.get("method")):
         raise ValueError(f"--vllm.speculative_config {text!r} has the method {method!r}; {instead}")
     return config
 

@@ -12,7 +12,6 @@ from typing import Any
 from pat_vllm.config import PATConfig
 from pat_vllm.files.reading import read_json_object
 from pat_vllm.models.drafters import instead_of, is_mtp
-from pat_vllm.plugin import may_use_v2
 
 NAME = "pat"
 """Value of `rollout.name` that asks for PAT; also vLLM's name of the executor backend."""
@@ -216,11 +215,11 @@ def _options(rollout: Any, model: Any) -> Refused:
     )
     own = speculative_config(rollout) or {}
     method = own.get("method")
-    if allowed := instead_of(method, may_use_v2()):
+    if allowed := instead_of(method):
         refuse(f"{_KWARGS}.speculative_config.method", allowed, value=method)
     if method is None and _drafts_by_mtp(rollout):
         method = _get(rollout, "mtp.method")
-        if allowed := instead_of(method, may_use_v2()):
+        if allowed := instead_of(method):
             refuse("mtp.method", f"{allowed}; or set rollout.mtp.enable_rollout=False")
     refuse(
         "quantization",

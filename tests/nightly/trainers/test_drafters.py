@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import pat_vllm
-from tests.engine.v2.test_drafters import take_tour, verified, without_drafts
+from tests.engine.test_drafters import take_tour, verified, without_drafts
 from tests.nightly.trainers import need
 from tests.nightly.trainers.test_worker_extensions import EXTENSIONS
 from tests.support.engines import engine

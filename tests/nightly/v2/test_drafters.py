@@ -1,84 +1,48 @@
-"""Drafters with weights in storms; n-grams of linear attention, without prefix caching."""
+"""Drafters with weights, with Model Runner V2; n-grams of linear attention, without caching."""
 
 from __future__ import annotations
 
-import random
-from dataclasses import replace
-from typing import Any
-
 import pytest
 
-import pat_vllm
-from tests.engine.specs import EAGLE3, MTP, MTP_LINEAR, NGRAM_LINEAR, SELF_DRAFTS
-from tests.engine.v2.batch import kv_carried, sizes_of
-from tests.engine.v2.test_drafters import (
-    batch,
-    test_linear_attention_goes_on_from_the_last_accepted_token,
-    test_text_is_that_without_drafts,
-    verified,
-    without_drafts,
+from tests.engine.specs import (
+    MTP_LINEAR,
+    NGRAM_LINEAR,
+    V2_EAGLE3,
+    V2_MTP,
+    V2_SELF_DRAFTS,
 )
-from tests.support.engines import Outcome, run
-from tests.support.pool import EngineSpec, go_home
-from tests.support.same import PLAIN_TOLERANCE, assert_same
+from tests.engine.test_drafters import (
+    test_all_drafts_are_right_beside_a_request_near_the_longest_context,
+    test_all_drafts_are_right_from_the_second_step_after_a_switch,
+    test_all_drafts_are_right_when_the_draft_length_has_been_0,
+    test_drafts_are_planned_by_a_profile_with_their_passes,
+    test_drafts_are_right_after_an_update_of_both,
+    test_text_is_that_without_drafts,
+)
+from tests.engine.v2.test_drafters import (
+    test_linear_attention_goes_on_from_the_last_accepted_token,
+)
+from tests.nightly.test_drafters import test_storm
 
 __all__ = [
+    "test_all_drafts_are_right_beside_a_request_near_the_longest_context",
+    "test_all_drafts_are_right_from_the_second_step_after_a_switch",
+    "test_all_drafts_are_right_when_the_draft_length_has_been_0",
+    "test_drafts_are_planned_by_a_profile_with_their_passes",
+    "test_drafts_are_right_after_an_update_of_both",
     "test_linear_attention_goes_on_from_the_last_accepted_token",
+    "test_storm",
     "test_text_is_that_without_drafts",
 ]
-pytestmark = pytest.mark.engine(SELF_DRAFTS, MTP, EAGLE3, MTP_LINEAR, NGRAM_LINEAR)
+pytestmark = pytest.mark.engine(V2_SELF_DRAFTS, V2_MTP, V2_EAGLE3, MTP_LINEAR, NGRAM_LINEAR)
 
 ENGINES = {
+    "test_all_drafts_are_right_beside_a_request_near_the_longest_context": [V2_SELF_DRAFTS],
+    "test_all_drafts_are_right_from_the_second_step_after_a_switch": [V2_SELF_DRAFTS],
+    "test_all_drafts_are_right_when_the_draft_length_has_been_0": [V2_SELF_DRAFTS],
+    "test_drafts_are_right_after_an_update_of_both": [V2_SELF_DRAFTS],
+    "test_drafts_are_planned_by_a_profile_with_their_passes": [V2_MTP],
     "test_linear_attention_goes_on_from_the_last_accepted_token": [NGRAM_LINEAR],
-    "test_text_is_that_without_drafts": [MTP_LINEAR],
-    "test_storm": [SELF_DRAFTS, MTP, EAGLE3],
+    "test_text_is_that_without_drafts": [V2_MTP, V2_EAGLE3, MTP_LINEAR],
+    "test_storm": [V2_SELF_DRAFTS, V2_MTP, V2_EAGLE3],
 }
-COPIES = 6
-
-
-def test_storm(llm: Any, spec: EngineSpec) -> None:
-    """Random switches, with KV carried or computed again, and random draft lengths, while requests
-    come, wait and are given up; then again after sleep."""
-    rng = random.Random(3)
-    expected = without_drafts(spec.model)
-    for turn in range(2):
-        go_home(llm)
-        jobs = {
-            f"{name}/{turn}/{copy}": replace(job, arrives=rng.randint(0, 20 * COPIES))
-            for copy in range(COPIES)
-            for name, job in batch(spec.model).items()
-        }
-        given_up = {*rng.sample(sorted(jobs), 5)}
-        waiting = set(given_up)
-        seen: dict[str, Outcome] = {}
-        began = len(pat_vllm.report(llm).switches)
-        due = 0
-
-        def before_step(
-            step: int, waiting: set[str] = waiting, seen: dict[str, Outcome] = seen
-        ) -> None:
-            nonlocal due
-            pat_vllm.speculate(llm, rng.choice((0, 1, 2)))
-            for name in [name for name in waiting & seen.keys() if len(seen[name].token_ids) > 2]:
-                waiting.remove(name)
-                llm.llm_engine.abort_request([name])
-            if sum(len(outcome.token_ids) for outcome in seen.values()) >= due:
-                due += rng.randint(3, 16)
-                here = pat_vllm.report(llm).layout.tp
-                assert pat_vllm.switch(
-                    llm, tp=rng.choice([tp for tp in sizes_of(llm) if tp != here])
-                )
-
-        carried = kv_carried(llm, lambda: rng.choice(("migrate", "migrate", "recompute")))
-        with carried, verified() as counts:
-            finished = run(llm, jobs, before_step, seen)
-            drafted, accepted = counts.take()
-        done = {name: outcome for name, outcome in finished.items() if name not in given_up}
-        assert_same(done, {name: expected[name.split("/")[0]] for name in done}, PLAIN_TOLERANCE)
-        switches = [switch for switch in pat_vllm.report(llm).switches[began:] if switch.num_seqs]
-        assert len(switches) >= 2 * COPIES and drafted
-        assert accepted == drafted if spec is SELF_DRAFTS else 0 < accepted < drafted
-        if not turn:
-            assert llm.reset_prefix_cache()
-            llm.sleep(level=1)
-            llm.wake_up()

@@ -196,6 +196,21 @@ vllm.v1.worker.gpu.model_runner.GPUModelRunner.sample_tokens
 vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator.TargetDependentARSpeculator.propose
     (?s)self\._prefill\(.*if num_speculative_tokens <= 1:
     a drafter's pass is made in steps of draft length 0, too, so that its KV has no gaps
+vllm.v1.spec_decode.llm_base_proposer.SpecDecodeBaseProposer.propose
+    (?s)self\.model\(\*\*model_kwargs\).*if self\.num_speculative_tokens == 0:
+    the same with Model Runner V1
+vllm.v1.spec_decode.llm_base_proposer.SpecDecodeBaseProposer.propose
+    positions = self\._update_positions_dependent_metadata\(positions, common_attn_metadata,
+    the positions that it returns are only where the next pass counts from
+vllm.v1.spec_decode.llm_base_proposer.SpecDecodeBaseProposer._update_positions_dependent_metadata
+    (?s)max_model_len=self\.max_model_len, out_clamped_positions=out_pos,
+    a pass beyond the longest context is at position 0, and writes no KV
+vllm.v1.spec_decode.llm_base_proposer.SpecDecodeBaseProposer.load_model
+    (?s)self\._get_model\(\).*self\._maybe_share_embeddings\(.*self\._maybe_share_lm_head\(
+    a drafter is loaded before it shares with its target, also with Model Runner V1
+vllm.v1.spec_decode.llm_base_proposer.SpecDecodeBaseProposer.propose
+    self\.hidden_states\[:batch_size\] = hidden_states
+    layouts share what a pass begins with: it is written before it is read
 vllm.v1.worker.gpu.spec_decode.eagle.utils.load_eagle_model
     (?s)get_model\(vllm_config=vllm_config, model_config=draft_model_config\).*_should_share\(
     the loader is asked once more for a drafter, which shares with its target afterwards

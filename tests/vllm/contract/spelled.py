@@ -33,6 +33,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import AsyncModelRunnerOutput
+from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 from vllm.v1.spec_decode.ngram_proposer_gpu import NgramProposerGPU
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.cpu_worker import CPUWorker
@@ -163,10 +164,17 @@ def of_mamba2(layer: MambaMixer2, norm: Mixer2RMSNormGated) -> tuple[Any, ...]:
 
 
 def drafters(
-    v1: NgramProposerGPU, v2: NgramGPUSpeculator, runner: RunnerV1, model: DraftModelSpeculator
+    v1: NgramProposerGPU,
+    v2: NgramGPUSpeculator,
+    runner: RunnerV1,
+    model: DraftModelSpeculator,
+    proposer: SpecDecodeBaseProposer,
 ) -> tuple[Any, ...]:
     """What of speculation is replaced by name, or asked for."""
     return (
+        *(proposer._maybe_share_embeddings, proposer._maybe_share_lm_head, proposer.model),
+        *(proposer._update_positions_dependent_metadata, proposer._draft_attn_layer_names),
+        *(proposer.hidden_states, proposer.inputs_embeds),
         *(model.model, model.draft_attn_layer_names, eagle_utils._should_share),
         *(SupportsEagleBase.has_own_lm_head, SupportsEagleBase.has_own_embed_tokens),
         of_drafters.build_dynamic_sd_schedule_lookup,

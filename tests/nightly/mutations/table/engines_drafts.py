@@ -59,6 +59,16 @@ MUTATIONS = mutations({
         ("text does not draft beside weights", "worker.drafters.beside_weights:TextBesideWeights.propose", "drafts.copy_(torch.where(takes_text[:, None], of_text, drafts))", "pass"),
         ("trainers find no drafter", "patches.drafts:prepare_drafter", "name_drafter(runner)", "pass"),
     ],
+    "tests/engine/test_memory.py": [
+        ("V1: the drafter of each layout has inputs of its own", "worker.request_state:V1RequestStateTransfer.share", "share_drafter_inputs(runner, host)", "pass"),
+    ],
+    "tests/engine/test_drafters.py::test_all_drafts_are_right_beside_a_request_near_the_longest_context": [
+        ("V1: a request near the end has the drafter's pass left out for all", "patches.drafts:draft_near_the_longest_context", 'replace(runner, "_input_fits_in_drafter", lambda original: _is_attended)', "pass"),
+    ],
+    "tests/vllm/patches/test_drafts.py": [
+        ("V1: passes beyond the longest context begin again, and write", "patches.drafts:_count_beyond", "return positions + 1", "return original(positions, *args, **options)"),
+        ("a head of the drafter's own is replaced by the target's", "patches.drafts:_sharing_of_v1", "target = SimpleNamespace(model=target.model)", "pass"),
+    ],
     "tests/engine/speculation/test_walks.py": [
         ("drafters do not hear of rows", "worker.worker:PATWorkerMixin.take_draft_rows", "self._shelf.take(update)", "pass"),
     ],
