@@ -47,7 +47,12 @@ class DrafterSize:
         """
         if method == "mtp":
             experts = target.experts and replace(target.experts, layers=1)
-            layer = replace(target, layers=1, experts=experts, linear=None, mlps=0, window_layers=0)
+            # Where layers have one of attention and an MLP, it is a layer with attention.
+            mlp = 0 if target.mlps else target.intermediate
+            layer = replace(
+                target, layers=1, experts=experts, linear=None, mlps=0, window_layers=0,
+                intermediate=mlp,
+            )  # fmt: skip
             return cls(layer, joins=2 * target.hidden**2)
         if method == "draft_model":
             own = ModelSize.of(config or {}, target.dtype_bytes)

@@ -15,7 +15,6 @@ from pat_vllm.layout import device_of
 from pat_vllm.models.drafters import OF_TEXT, OF_WEIGHTS, has_weights, methods_served
 from pat_vllm.models.images import SERVED, takes_images
 from pat_vllm.models.layer_sizes import fields_of, linear_heads, may_have_experts
-from pat_vllm.models.model_classes import class_of
 from pat_vllm.models.model_rules import (
     KINDS_OF_MODELS,
     KV_SCALE,
@@ -198,13 +197,11 @@ def _drafts_with_v2(vllm_config: VllmConfig) -> bool:
 
 def _drafts_of_linear(vllm_config: VllmConfig) -> Any:
     """The method of drafts, if PAT does not carry the states that they leave."""
-    speculative, model = vllm_config.speculative_config, vllm_config.model_config
+    speculative = vllm_config.speculative_config
     if speculative is None or speculative.method is None:
         return None
-    known = class_of(fields_of(model.hf_text_config))
-    are_carried = known is not None and known.linear == "delta_net"
     served = _drafts_with_v2(vllm_config) and speculative.method in ("mtp", "ngram_gpu")
-    return None if are_carried and served else speculative.method
+    return None if served else speculative.method
 
 
 def _of_drafter(option: str, served: Any, allowed: str) -> Rule:
@@ -483,8 +480,7 @@ RULES = (
     Rule(
         "speculative_config",
         _drafts_of_linear,
-        "mtp, ngram_gpu, of Gated DeltaNet with Model Runner V2: layouts cannot share the states "
-        "of other drafts yet",
+        "mtp, ngram_gpu, with Model Runner V2: layouts cannot share the states of other drafts yet",
         linear=True,
     ),
     _only("cache_config.mamba_cache_mode", "none", "align", linear=True),

@@ -36,7 +36,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput
 from vllm.v1.spec_decode.ngram_proposer_gpu import NgramProposerGPU
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.cpu_worker import CPUWorker
-from vllm.v1.worker.gpu import cudagraph_utils
+from vllm.v1.worker.gpu import cudagraph_utils, model_runner
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
 from vllm.v1.worker.gpu.spec_decode.eagle import utils as eagle_utils
@@ -169,7 +169,7 @@ def drafters(
     return (
         *(model.model, model.draft_attn_layer_names, eagle_utils._should_share),
         *(SupportsEagleBase.has_own_lm_head, SupportsEagleBase.has_own_embed_tokens),
-        of_drafters.build_dynamic_sd_schedule_lookup,
+        *(of_drafters.build_dynamic_sd_schedule_lookup, model_runner.sort_batch_req_ids),
         *(v1.propose, v1.k, v2.propose, v2.drafts, runner.token_ids_gpu_tensor),
         *(cudagraph_utils.build_dynamic_sd_schedule_lookup, CudaGraphManager._init_candidates),
     )

@@ -1,15 +1,23 @@
-"""Mamba2 keeps the state of a request's last token alone, as layouts can share it."""
+"""Mamba2 keeps the state of a request's last token alone, as layouts can share it, and takes none
+that has drafts for a prompt."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
+import torch
+import vllm.v1.worker.gpu.model_runner as model_runner
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
+from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from pat_vllm.layout import Place
 from pat_vllm.models.kinds import LinearAttention, class_of
-from pat_vllm.patches.linear_attention import end_prompts_parts_with_blocks
+from pat_vllm.patches.linear_attention import decode_before_prompts, end_prompts_parts_with_blocks
 from tests.support.models import random_model
 from tests.vllm.weights.test_weights import as_rank, build, vllm_config_for
 
@@ -30,3 +38,52 @@ def test_no_state_is_kept_from_within_a_step() -> None:
     assert len(plain) == 4 and plain != stock
     assert {class_of(spec) for spec in plain} == {LinearAttention}
     assert {class_of(spec) for spec in stock} == {None}
+
+
+DRAFTS = 2
+STEP = {"long": 9, "new": 1, "as long as drafts": 1 + DRAFTS}
+"""Parts of prompts, and how many tokens they have."""
+
+
+def prompts_before_decodes(drafts: dict[str, list[int]]) -> int:
+    """How many requests that decode vLLM takes for prompts, in any order of a scheduler's that has
+    new requests last."""
+    decodes = {name: 1 + len(drafts.get(name, ())) for name in ("a", "b", "c")}
+    most = 0
+    for names in itertools.permutations(STEP):
+        tokens = {name: (decodes | STEP)[name] for name in [*decodes, *names]}
+        ordered = model_runner.sort_batch_req_ids(tokens, drafts, 1 + DRAFTS)
+        assert sorted(ordered) == sorted(tokens)
+        lengths = torch.tensor([tokens[name] for name in ordered])
+        batch: Any = SimpleNamespace(
+            max_query_len=int(lengths.max()),
+            num_reqs=len(ordered),
+            num_actual_tokens=int(lengths.sum()),
+            query_start_loc_cpu=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
+            is_prefilling=torch.tensor([name in STEP for name in ordered]),
+        )
+        count, *_ = split_decodes_and_prefills(
+            batch, 1 + DRAFTS, treat_short_extends_as_decodes=False
+        )
+        most = max(most, len(decodes) - count)
+    return most
+
+
+@pytest.mark.parametrize("drafts", [{}, {"b": [7]}, {"a": [7, 8], "c": [7]}])
+def test_requests_that_decode_come_before_prompts(
+    drafts: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock = model_runner.sort_batch_req_ids
+    monkeypatch.setattr(model_runner, "sort_batch_req_ids", stock)
+    assert prompts_before_decodes(drafts), "vLLM's own order"
+    model, config = torch.nn.ModuleList(), object()
+    runner: Any = SimpleNamespace(req_states=None, speculative_config=config, model=model)
+    decode_before_prompts(runner)
+    assert model_runner.sort_batch_req_ids is stock, "of other models"
+    mixer = object.__new__(MambaMixer2)
+    torch.nn.Module.__init__(mixer)
+    model.append(mixer)
+    decode_before_prompts(SimpleNamespace(**vars(runner) | {"speculative_config": None}))  # type: ignore[arg-type]
+    assert model_runner.sort_batch_req_ids is stock, "without drafts"
+    decode_before_prompts(runner)
+    assert not prompts_before_decodes(drafts)

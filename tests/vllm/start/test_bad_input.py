@@ -167,7 +167,7 @@ SET: list[tuple[str, str, str, Any, str]] = [
     ("llama", "speculative_config.rejection_sample_method",
      "speculative_config.rejection_sample_method", "fly", "standard, block"),
     ("next", "speculative_config", "speculative_config",
-     SimpleNamespace(method="ngram", rejection_sample_method="standard"), "mtp, ngram_gpu, of"),
+     SimpleNamespace(method="ngram", rejection_sample_method="standard"), "mtp, ngram_gpu, with"),
     ("next", "mamba_cache_mode", "cache_config.mamba_cache_mode", "all", "none, align"),
     ("next", "use_replayssm", "cache_config.use_replayssm", True, "False: layouts cannot share"),
     ("qwen_vl", "cudagraph_mm_encoder", "compilation_config.cudagraph_mm_encoder", True, "False"),
