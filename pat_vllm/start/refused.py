@@ -196,11 +196,14 @@ def _drafts_with_v2(vllm_config: VllmConfig) -> bool:
 
 
 def _drafts_of_linear(vllm_config: VllmConfig) -> Any:
-    """The method of drafts, if PAT does not carry the states that they leave."""
+    """The method of drafts, if PAT does not carry the states that they leave, or a drafter has."""
     speculative = vllm_config.speculative_config
     if speculative is None or speculative.method is None:
         return None
-    served = _drafts_with_v2(vllm_config) and speculative.method in ("mtp", "ngram_gpu")
+    drafter = speculative.draft_model_config if has_weights(speculative) else None
+    has_states = drafter is not None and drafter.has_inner_state
+    methods = ("ngram_gpu", *OF_WEIGHTS)
+    served = _drafts_with_v2(vllm_config) and speculative.method in methods and not has_states
     return None if served else speculative.method
 
 
@@ -480,7 +483,8 @@ RULES = (
     Rule(
         "speculative_config",
         _drafts_of_linear,
-        "mtp, ngram_gpu, with Model Runner V2: layouts cannot share the states of other drafts yet",
+        f"ngram_gpu, {', '.join(OF_WEIGHTS)}, with Model Runner V2, of a drafter without linear "
+        "attention: layouts cannot share the states of other drafts yet",
         linear=True,
     ),
     _only("cache_config.mamba_cache_mode", "none", "align", linear=True),

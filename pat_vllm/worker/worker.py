@@ -38,10 +38,7 @@ from pat_vllm.models.drafters import has_weights, reads_ahead
 from pat_vllm.patches.dead_engine import let_others_remove_rings
 from pat_vllm.patches.drafts import prepare_drafter, tokens_on_device
 from pat_vllm.patches.groups import destroy_tp_groups, install_tp_group, probe_p2p_between
-from pat_vllm.patches.linear_attention import (
-    decode_before_prompts,
-    end_prompts_parts_with_blocks,
-)
+from pat_vllm.patches.linear_attention import prepare_mamba2
 from pat_vllm.patches.runners import attention_workspace, buffers_of, use_attention_workspace
 from pat_vllm.start.setup import Setup
 from pat_vllm.worker.drafters.install import install_drafter
@@ -166,8 +163,7 @@ class PATWorkerMixin(WeightUpdatesMixin, _Base):
         for runtime in self._each_layout():
             with self._weights.loading_into(runtime):
                 super().load_model(**kwargs)
-            end_prompts_parts_with_blocks(runtime.runner.model)
-            decode_before_prompts(runtime.runner)
+            prepare_mamba2(runtime.runner)
             if loaded:
                 keep_block_size(runtime.config, self._base.config)
             # vLLM does so after loading, with the engine's config, which has no attention layers.

@@ -46,7 +46,7 @@ def mimo(path: Path) -> None:
 
 
 def qwen3_next(path: Path) -> None:
-    """Give a Qwen3-Next model an MTP module of full attention and experts, as `mimo` does."""
+    """Give a Qwen3-Next or Qwen3.5 model an MTP module, a layer with attention, as `mimo` does."""
     import torch
 
     def change(config: dict[str, Any], weights: Weights) -> tuple[dict[str, Any], Weights]:
@@ -63,7 +63,8 @@ def qwen3_next(path: Path) -> None:
             module[f"mtp.{norm}.weight"] = torch.zeros(hidden)  # what is added to 1
         dtype = weights[f"{layer}input_layernorm.weight"].dtype
         own = {name: w.to(dtype).contiguous() for name, w in module.items()}
-        return config | {"num_nextn_predict_layers": 1}, weights | own
+        modules = dict.fromkeys(("num_nextn_predict_layers", "mtp_num_hidden_layers"), 1)
+        return config | modules, weights | own
 
     _rewrite(path, change)
 
@@ -196,6 +197,7 @@ DRAFTERS: Mapping[str, tuple[str, Callable[[Path], None]]] = {
     for name, (spec, finish) in {
         "mimo": ("repeating_qwen2", mimo),
         "qwen3_next_mtp": ("interrupted_next", qwen3_next),
+        "qwen3_5_mtp": ("interrupted_3_5", qwen3_next),
         "nemotron_h_mtp": ("nemotron_h", nemotron_h),
         "deepseek_mtp": ("repeating_deepseek", one_layer_more),
         "glm_mtp": ("repeating_glm", one_layer_more),
@@ -203,6 +205,10 @@ DRAFTERS: Mapping[str, tuple[str, Callable[[Path], None]]] = {
         "eagle": ("repeating", eagle),
     }.items()
     for updated in ("", "_updated")
-} | {"eagle3_of_another": ("qwen3", eagle3), "vocab16_mimo": ("vocab16_qwen2", mimo)}
+} | {
+    "eagle3_of_another": ("qwen3", eagle3),
+    "vocab16_mimo": ("vocab16_qwen2", mimo),
+    "next_eagle": ("next_draft", eagle),
+}
 """Models and drafters by name: the random model that they are made of, and what makes them. What is
 of another model drafts wrong."""

@@ -154,9 +154,7 @@ SPECS: dict[str, dict[str, Any]] = {
         arch="mistral", hidden=128, heads=8, kv_heads=4, window=20, repeat=1.2
     ),
     "repeating_gpt_oss": dict(GPT_OSS, repeat=1.2),
-    "repeating_glm": dict(
-        arch="glm4_moe", hidden=128, heads=4, kv_heads=4, layers=2, repeat=1.2
-    ),
+    "repeating_glm": dict(arch="glm4_moe", hidden=128, heads=4, kv_heads=4, layers=2, repeat=1.2),
     "repeating_glm_updated": dict(
         arch="glm4_moe", hidden=128, heads=4, kv_heads=4, layers=2, repeat=1.2, seed=1
     ),
@@ -167,6 +165,11 @@ SPECS: dict[str, dict[str, Any]] = {
     "repeating_next": dict(QWEN3_NEXT, repeat=2.2),
     # ... for 32 bits and an MTP module.
     "interrupted_next": dict(QWEN3_NEXT, repeat=1.2),
+    "interrupted_3_5": dict(_LINEAR, arch="qwen3_5_text", repeat=1.2),
+    # A draft model for the former, whose KV is as that of its layers with attention.
+    "next_draft": dict(
+        arch="qwen3", hidden=128, heads=4, kv_heads=4, head_dim=128, layers=1, repeat=1.2
+    ),
     "interrupted_next_updated": dict(QWEN3_NEXT, repeat=1.2, seed=1),
     # For GPUs (tests/gpu): heads as wide as those of real models, in 16 bits.
     "wide": dict(WIDE, seed=0),

@@ -43,7 +43,7 @@ def convolve_drafts(
     query_start_loc: torch.Tensor,
     **_: Any,
 ) -> torch.Tensor:
-    """vLLM's `causal_conv1d_update`: what a sequence saw for all of its tokens is in its first slot.
+    """vLLM's `causal_conv1d_update`: a sequence's first slot has what it saw for all of its tokens.
 
     Args:
         x: `[tokens, columns]`, overwritten by what is returned.

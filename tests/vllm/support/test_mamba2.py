@@ -1,4 +1,4 @@
-"""Mamba2's drafts are verified in torch as vLLM's kernels for GPUs do it, in Triton's interpreter."""
+"""Mamba2's drafts are verified in torch as vLLM's kernels for GPUs do, in Triton's interpreter."""
 
 from __future__ import annotations
 

@@ -44,8 +44,6 @@ RANKS = 4
 LAYOUTS = [Layout.of(tp, RANKS) for tp in (1, 2, 4)]
 CASES: Mapping[str, tuple[str, str, str | None]] = {
     "MiMo": ("mtp", "mimo", None),
-    "DeepSeek": ("mtp", "deepseek_mtp", None),
-    "GLM-4.5": ("mtp", "glm_mtp", None),
     "Nemotron-H": ("mtp", "nemotron_h_mtp", None),
     "EAGLE-3": ("eagle3", "repeating", "eagle3"),
     "EAGLE": ("eagle", "repeating", "eagle"),
@@ -159,7 +157,8 @@ def test_in_every_layout(name: str, rank: int) -> None:
     for of in models.values():  # what the base layout's drafter shares with the target
         assert shared(of) == shared(base) == shared(before[one])
 
-    base.target.load_weights(case.checkpoint("target").items())
+    with as_rank(1, 0):  # which Mamba2 asks for
+        base.target.load_weights(case.checkpoint("target").items())
     if name == "MiMo":  # of a trainer that has no such module
         of_target = load_file(random_model("repeating_qwen2_updated") / "model.safetensors")
         base.drafter.load_weights(of_target.items())
