@@ -41,7 +41,9 @@ EAGLE = EngineSpec(
     {**EAGLE3.options, "speculative_config": {"method": "eagle", "model": "eagle", **_TWO}},
     model_runner_v2=True,
 )
-# An MTP module that is one more layer, of latent attention and of plain one, with experts.
+# An MTP module that is one more layer, of latent attention and of plain one, with experts. vLLM's
+# latent attention for CPU takes drafts for parts of prompts, of which it reads lengths that are too
+# long while another step is in flight, also without PAT; that for GPUs takes them for decoding.
 DEEPSEEK, GLM = (
     EngineSpec(
         f"V2 mtp of {name}",
@@ -50,6 +52,7 @@ DEEPSEEK, GLM = (
         IN_PLACE | experts | {"draft_history_bytes": 0},
         MTP.options,
         model_runner_v2=True,
+        without_async_scheduling=experts is SPREAD,
     )
     for name, model, experts in (
         ("DeepSeek", "deepseek_mtp", SPREAD),
