@@ -64,7 +64,8 @@ def without_drafts(
         patch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
         plain = PLAIN if model.startswith(GATED_DELTA_NET) else {}
         # With prefix caching, vLLM's kernels for Mamba2 on CPU fail.
-        whole = {"enable_prefix_caching": False} if model.startswith("nemotron") else {}
+        no_cache: dict[str, Any] = {"enable_prefix_caching": False}
+        whole = no_cache if model.startswith("nemotron") else {}
         return stock_answers(model, jobs, max_model_len=256, **plain, **whole)
 
 
