@@ -17,6 +17,7 @@ from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2, Mixer2RMS
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.models.interfaces import SupportsEagleBase
+from vllm.v1.attention.backends.mamba_attn import BaseMambaAttentionMetadataBuilder
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.core import kv_cache_coordinator
 from vllm.v1.core.sched.interface import SchedulerInterface
@@ -153,11 +154,14 @@ def of_linear_attention(layer: QwenGatedDeltaNetAttention) -> tuple[Any, ...]:
     )
 
 
-def of_mamba2(layer: MambaMixer2, norm: Mixer2RMSNormGated) -> tuple[Any, ...]:
+def of_mamba2(
+    layer: MambaMixer2, norm: Mixer2RMSNormGated, builder: BaseMambaAttentionMetadataBuilder[Any]
+) -> tuple[Any, ...]:
     """What `model_weights.py` asks for, `patches/linear_attention.py` replaces, and rules name."""
     return (
         *(layer.conv1d, layer.in_proj, layer.num_heads, layer.A, layer.D),
         *(layer.dt_bias, layer.get_kv_cache_spec, norm.full_hidden_size, norm.tp_size),
+        *(builder.build_for_cudagraph_capture, builder.num_spec_tokens),
         *(norm.tp_rank, norm.weight, CacheConfig.use_replayssm, MambaAttentionBackendEnum.MAMBA2),
     )
 
