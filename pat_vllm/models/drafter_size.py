@@ -48,7 +48,11 @@ class DrafterSize:
         if method == "mtp":
             experts = target.experts and replace(target.experts, layers=1)
             layer = replace(target, layers=1, experts=experts, linear=None, mlps=0, window_layers=0)
-            return cls(layer, joins=2 * target.hidden**2)
+            joins = 2 * target.hidden**2
+            if not target.mlps:
+                return cls(layer, joins=joins)
+            # Of a model whose layers have attention or an MLP, it has attention.
+            return cls(replace(layer, intermediate=0), joins_cut=joins)
         if method == "draft_model":
             own = ModelSize.of(config or {}, target.dtype_bytes)
             return cls(own, own_embedding=True, own_head=not own.tied)

@@ -277,7 +277,6 @@ class LinearAttention(StateKind):
             and spec.mamba_cache_mode in ("none", "align")
             and len(spec.shapes) == 2
             and not spec.tp_replicated
-            and not (spec.num_speculative_blocks and spec.mamba_type.name not in _WITH_DRAFTS)
             and not spec.num_prefill_checkpoint_blocks
             and not any(width % _WORD for _, _, widths in _parts_of_slot(spec) for width in widths)
         )
@@ -347,8 +346,6 @@ _WORD = 8
 _ROWS = {"GDN_ATTN": ("key", "key", "value"), "MAMBA2": ("value", "key", "key")}
 """What a row of the convolution's state has, one after the other, by vLLM's name of the kind:
 queries, keys and values; x, B and C."""
-_WITH_DRAFTS = ("GDN_ATTN",)
-"""Of those, the ones with which it is shown how drafts' states lie."""
 
 
 def _key_heads(spec: Any) -> int:

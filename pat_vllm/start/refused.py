@@ -15,7 +15,6 @@ from pat_vllm.layout import device_of
 from pat_vllm.models.drafters import METHODS, OF_TEXT, OF_WEIGHTS, has_weights
 from pat_vllm.models.images import SERVED, takes_images
 from pat_vllm.models.layer_sizes import fields_of, linear_heads, may_have_experts
-from pat_vllm.models.model_classes import class_of
 from pat_vllm.models.model_rules import (
     KINDS_OF_MODELS,
     KV_SCALE,
@@ -195,15 +194,15 @@ def _from_0_32_on(speculative: SpeculativeConfig) -> bool:
 
 
 def _drafts_of_linear(vllm_config: VllmConfig) -> Any:
-    """The method of drafts, if PAT does not carry the states that they leave."""
-    speculative, model = vllm_config.speculative_config, vllm_config.model_config
+    """The method of drafts, if PAT does not carry the states that they leave, or a drafter has."""
+    speculative = vllm_config.speculative_config
     if speculative is None or speculative.method is None:
         return None
-    known = class_of(fields_of(model.hf_text_config))
-    are_carried = known is not None and known.linear == "delta_net"
+    drafter = speculative.draft_model_config if has_weights(speculative) else None
+    has_states = drafter is not None and drafter.has_inner_state
     use_v2 = vllm_config.use_v2_model_runner and _from_0_32_on(speculative)
-    served = use_v2 and speculative.method in ("mtp", "ngram_gpu")
-    return None if are_carried and served else speculative.method
+    served = use_v2 and speculative.method in ("ngram_gpu", *OF_WEIGHTS) and not has_states
+    return None if served else speculative.method
 
 
 def _of_drafter(option: str, served: Any, allowed: str) -> Rule:
@@ -503,8 +502,8 @@ RULES = (
     Rule(
         "speculative_config",
         _drafts_of_linear,
-        "mtp, ngram_gpu, of Gated DeltaNet with Model Runner V2: layouts cannot share the states "
-        "of other drafts yet",
+        f"ngram_gpu, {', '.join(OF_WEIGHTS)}, with Model Runner V2, of a drafter without linear "
+        "attention: layouts cannot share the states of other drafts yet",
         linear=True,
     ),
     _only("cache_config.mamba_cache_mode", "none", "align", linear=True),

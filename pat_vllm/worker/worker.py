@@ -38,7 +38,7 @@ from pat_vllm.models.drafters import has_weights, reads_ahead
 from pat_vllm.patches.dead_engine import let_others_remove_rings
 from pat_vllm.patches.drafts import prepare_drafter, tokens_on_device
 from pat_vllm.patches.groups import destroy_tp_groups, install_tp_group, probe_p2p_between
-from pat_vllm.patches.linear_attention import end_prompts_parts_with_blocks
+from pat_vllm.patches.linear_attention import prepare_mamba2
 from pat_vllm.patches.runners import (
     attention_workspace,
     buffers_of,
@@ -172,7 +172,7 @@ class PATWorkerMixin(WeightUpdatesMixin, _Base):
                 threefold_positions_in(positions, runtime.runner, self._setup.max_num_seqs),
             ):
                 super().load_model(**kwargs)
-            end_prompts_parts_with_blocks(runtime.runner.model)
+            prepare_mamba2(runtime.runner)
             if loaded:
                 keep_block_size(runtime.config, self._base.config)
             # vLLM does so after loading, with the engine's config, which has no attention layers.

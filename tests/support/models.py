@@ -50,7 +50,18 @@ _ALL_OF_16: dict[str, Any] = dict(heads=8, experts=16, experts_per_token=16)
 NEMOTRON_H: dict[str, Any] = dict(
     arch="nemotron_h", hidden=128, heads=4, kv_heads=4, head_dim=128, layers=8, gain=2.0
 )
-
+_VOCAB16: dict[str, Any] = dict(
+    hidden=64,
+    layers=2,
+    heads=4,
+    kv_heads=4,
+    intermediate=128,
+    vocab=16,
+    max_position_embeddings=64,
+    gain=1.5,
+    repeat=1.8,
+    phrase=8,
+)
 
 _FP8: dict[str, Any] = dict(
     dtype="bfloat16", hidden=256, heads=4, kv_heads=4, head_dim=128, intermediate=512, layers=2
@@ -143,12 +154,22 @@ SPECS: dict[str, dict[str, Any]] = {
         arch="mistral", hidden=128, heads=8, kv_heads=4, window=20, repeat=1.2
     ),
     "repeating_gpt_oss": dict(GPT_OSS, repeat=1.2),
+    "repeating_glm": dict(arch="glm4_moe", hidden=128, heads=4, kv_heads=4, layers=2, repeat=1.2),
+    "repeating_glm_updated": dict(
+        arch="glm4_moe", hidden=128, heads=4, kv_heads=4, layers=2, repeat=1.2, seed=1
+    ),
     # And latent attention.
     "repeating_deepseek": dict(DEEPSEEK, repeat=2.2),
+    "repeating_deepseek_updated": dict(DEEPSEEK, repeat=2.2, seed=1),
     # And linear attention: text in 16 bits goes on alike for long; ...
     "repeating_next": dict(QWEN3_NEXT, repeat=2.2),
     # ... for 32 bits and an MTP module.
     "interrupted_next": dict(QWEN3_NEXT, repeat=1.2),
+    "interrupted_3_5": dict(_LINEAR, arch="qwen3_5_text", repeat=1.2),
+    # A draft model for the former, whose KV is as that of its layers with attention.
+    "next_draft": dict(
+        arch="qwen3", hidden=128, heads=4, kv_heads=4, head_dim=128, layers=1, repeat=1.2
+    ),
     "interrupted_next_updated": dict(QWEN3_NEXT, repeat=1.2, seed=1),
     # For GPUs (tests/gpu): heads as wide as those of real models, in 16 bits.
     "wide": dict(WIDE, seed=0),
@@ -187,19 +208,8 @@ SPECS: dict[str, dict[str, Any]] = {
     # For schedulers of eight ranks, which only read its config.
     "eight_kv_heads": dict(arch="qwen3", heads=8, kv_heads=8, max_position_embeddings=16_384),
     # So few tokens that the law of sampled text can be computed. Most likely goes on in its phrase.
-    "vocab16": dict(
-        arch="qwen3",
-        hidden=64,
-        layers=2,
-        heads=4,
-        kv_heads=4,
-        intermediate=128,
-        vocab=16,
-        max_position_embeddings=64,
-        gain=1.5,
-        repeat=1.8,
-        phrase=8,
-    ),
+    "vocab16": dict(_VOCAB16, arch="qwen3"),
+    "vocab16_qwen2": dict(_VOCAB16, arch="qwen2"),
 }
 # The same, quantized: every rank of four has whole blocks of 128 x 128, but of experts.
 FP8: dict[str, tuple[str, Any]] = {
@@ -209,7 +219,7 @@ FP8: dict[str, tuple[str, Any]] = {
     for updated in ("", "_updated")
 }
 LATENT = [name for name, spec in SPECS.items() if spec["arch"] in LATENT_ARCHS]
-LATENT += [name for name, (spec, _) in FP8.items() if spec in LATENT]
+LATENT += [name for name, (spec, _) in (*FP8.items(), *DRAFTERS.items()) if spec in LATENT]
 REPEATING = [name for name, spec in SPECS.items() if "repeat" in spec]
 
 

@@ -15,7 +15,7 @@ import types
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).parents[1]))
+sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 from on_import import patch_on_import
 
 
@@ -81,8 +81,19 @@ def _patch_interpreter(interpreter: Any) -> None:
     _take_any_mask(interpreter)
 
 
+def _verify_drafts_of_mamba2(mixer: Any) -> None:
+    import mamba2  # which needs torch
+
+    mamba2.patch(mixer)
+
+
 if os.environ.get("TRITON_INTERPRET") == "1":
-    patch_on_import({"triton.runtime.interpreter": _patch_interpreter})
+    patch_on_import(
+        {
+            "triton.runtime.interpreter": _patch_interpreter,
+            "vllm.model_executor.layers.mamba.mamba_mixer2": _verify_drafts_of_mamba2,
+        }
+    )
     try:
         from triton.backends import backends
     except ImportError:

@@ -51,6 +51,9 @@ vllm.model_executor.layers.mamba.mamba_mixer2.MambaMixer2.__init__
 vllm.model_executor.layers.mamba.mamba_mixer2.MambaMixer2.get_kv_cache_spec
     spec = super\(\)\.get_kv_cache_spec\(vllm_config\)(?s:.*)num_prefill_checkpoint_blocks=1
     what `end_prompts_parts_with_blocks` puts in its place is what it changes
+vllm.v1.attention.backends.mamba_attn.BaseMambaAttentionMetadataBuilder.build_for_cudagraph_capture
+    assert m\.max_query_len == 1 \+ self\.num_spec_tokens
+    graphs of fewer drafts are refused for their length alone, which `capture_fewer_drafts` says
 vllm.v1.worker.mamba_utils._copy_mamba_state_block
     (?s)src_block_addr \+ \(token_idx \+ token_bias\) \* token_bytes.*
     block_table_base \+ src_col \+ token_bias

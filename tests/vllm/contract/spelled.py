@@ -17,6 +17,7 @@ from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2, Mixer2RMS
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.models.interfaces import SupportsEagleBase
+from vllm.v1.attention.backends.mamba_attn import BaseMambaAttentionMetadataBuilder
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.core import kv_cache_coordinator
 from vllm.v1.core.sched.interface import SchedulerInterface
@@ -37,7 +38,7 @@ from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 from vllm.v1.spec_decode.ngram_proposer_gpu import NgramProposerGPU
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.cpu_worker import CPUWorker
-from vllm.v1.worker.gpu import cudagraph_utils
+from vllm.v1.worker.gpu import cudagraph_utils, model_runner
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
 from vllm.v1.worker.gpu.spec_decode.eagle import utils as eagle_utils
@@ -154,11 +155,14 @@ def of_linear_attention(layer: QwenGatedDeltaNetAttention) -> tuple[Any, ...]:
     )
 
 
-def of_mamba2(layer: MambaMixer2, norm: Mixer2RMSNormGated) -> tuple[Any, ...]:
+def of_mamba2(
+    layer: MambaMixer2, norm: Mixer2RMSNormGated, builder: BaseMambaAttentionMetadataBuilder[Any]
+) -> tuple[Any, ...]:
     """What `model_weights.py` asks for, `patches/linear_attention.py` replaces, and rules name."""
     return (
         *(layer.conv1d, layer.in_proj, layer.num_heads, layer.A, layer.D),
         *(layer.dt_bias, layer.get_kv_cache_spec, norm.full_hidden_size, norm.tp_size),
+        *(builder.build_for_cudagraph_capture, builder.num_spec_tokens),
         *(norm.tp_rank, norm.weight, CacheConfig.use_replayssm, MambaAttentionBackendEnum.MAMBA2),
     )
 
@@ -177,7 +181,7 @@ def drafters(
         *(proposer.hidden_states, proposer.inputs_embeds),
         *(model.model, model.draft_attn_layer_names, eagle_utils._should_share),
         *(SupportsEagleBase.has_own_lm_head, SupportsEagleBase.has_own_embed_tokens),
-        of_drafters.build_dynamic_sd_schedule_lookup,
+        *(of_drafters.build_dynamic_sd_schedule_lookup, model_runner.sort_batch_req_ids),
         *(v1.propose, v1.k, v2.propose, v2.drafts, runner.token_ids_gpu_tensor),
         *(cudagraph_utils.build_dynamic_sd_schedule_lookup, CudaGraphManager._init_candidates),
     )

@@ -112,7 +112,7 @@ def base_ratio(layout: Layout, base: Layout) -> int:
 @given(
     st.sampled_from([(a, b) for a in (1, 2, 4, 8) for b in (1, 2, 4, 8)]),
     st.sampled_from([0, 1024]),
-    st.sampled_from([(DELTA_NET, 0), (DELTA_NET, 2), (MAMBA2, 0)]),
+    st.sampled_from([(DELTA_NET, 0), (DELTA_NET, 2), (MAMBA2, 0), (MAMBA2, 2)]),
     st.integers(0, 1 << 16),
 )
 def test_states_move_whole_and_nothing_else_is_written(
@@ -161,7 +161,7 @@ def test_states_move_whole_and_nothing_else_is_written(
 def test_what_is_served() -> None:
     """The kind of each form of state that vLLM has for Gated DeltaNet and Mamba2, or none."""
     for kind in (DELTA_NET, MAMBA2):
-        served: list[dict[str, Any]] = [{}, {"mamba_cache_mode": "none"}]
+        served: list[dict[str, Any]] = [{}, {"mamba_cache_mode": "none"}, {"drafts": 2}]
         assert {class_of(spec(2, kind=kind, **options)) for options in served} == {LinearAttention}
         others: list[dict[str, Any]] = [
             {"mamba_cache_mode": "all"},
@@ -172,8 +172,6 @@ def test_what_is_served() -> None:
             assert class_of(spec(2, kind=kind, **other)) is None
         assert LinearAttention.heads_in(spec(2, kind=kind), 4, tp=2) == KEYS
     assert class_of(spec(2, kind=MambaAttentionBackendEnum.MAMBA1)) is None
-    assert class_of(spec(2, drafts=2)) is LinearAttention
-    assert class_of(spec(2, kind=MAMBA2, drafts=2)) is None
     assert LinearAttention.of(spec(2, drafts=2), KEYS, 1).drafts == 2
     attention = FullAttentionSpec(
         block_size=BLOCK, num_kv_heads=2, head_size=8, dtype=torch.bfloat16

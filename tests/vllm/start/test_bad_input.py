@@ -167,7 +167,7 @@ SET: list[tuple[str, str, str, Any, str]] = [
     ("llama", "speculative_config.rejection_sample_method",
      "speculative_config.rejection_sample_method", "fly", "standard, block"),
     ("next", "speculative_config", "speculative_config",
-     SimpleNamespace(method="ngram", rejection_sample_method="standard"), "mtp, ngram_gpu, of"),
+     SimpleNamespace(method="ngram", rejection_sample_method="standard"), "ngram_gpu, mtp, eagle3"),
     ("next", "mamba_cache_mode", "cache_config.mamba_cache_mode", "all", "none, align"),
     ("next", "use_replayssm", "cache_config.use_replayssm", True, "False: layouts cannot share"),
     ("qwen_vl", "cudagraph_mm_encoder", "compilation_config.cudagraph_mm_encoder", True, "False"),
@@ -386,6 +386,26 @@ def test_drafters_with_weights(option: str, value: Any, allowed: str, tmp_path: 
     assert f" speculative_config.{option}=" in message, message
     said = message.partition(f"speculative_config.{option}=")[2]
     assert said.partition(" (allowed: ")[2].startswith(allowed), message
+
+
+@pytest.mark.parametrize(
+    "method, states, v2, served",
+    [
+        ("ngram_gpu", False, True, True),
+        ("mtp", False, True, True),
+        ("draft_model", False, True, True),
+        ("draft_model", True, True, False),
+        ("ngram", False, True, False),
+        ("ngram_gpu", False, False, False),
+    ],
+)
+def test_drafts_of_linear_attention(method: str, states: bool, v2: bool, served: bool) -> None:
+    """Beside those of the target, a drafter's own states would be left where drafts put them."""
+    (rule,) = (rule for rule in RULES if rule.name == "speculative_config")
+    drafter = SimpleNamespace(has_inner_state=states)
+    speculative = SimpleNamespace(method=method, use_ngram=None, draft_model_config=drafter)
+    config: Any = SimpleNamespace(use_v2_model_runner=v2, speculative_config=speculative)
+    assert rule.refused(config) == (None if served else method)
 
 
 @pytest.mark.parametrize("variable", VARIABLES)

@@ -55,6 +55,9 @@ MUTATIONS = mutations({
         ("text drafts wherever it matches", "worker.drafters.sources:DraftSources.choose", "(match > 0) & (accepted[:, 1] >= accepted[:, 0])", "match > 0"),
         ("a state keeps what another request taught", "worker.drafters.sources:DraftSources.begin", "self._request_of[state] != request_id", "not self._request_of[state]"),
     ],
+    "tests/vllm/worker/test_calls_in_base.py": [
+        ("a part of a drafter's weights is refused", "worker.weight_updates:WeightUpdatesMixin.pat_call_in_base", "with disable_mtp_completeness_check():", "if True:"),
+    ],
     "tests/engine/v2/test_drafters.py": [
         ("text does not draft beside weights", "worker.drafters.beside_weights:TextBesideWeights.propose", "drafts.copy_(torch.where(takes_text[:, None], of_text, drafts))", "pass"),
         ("trainers find no drafter", "patches.drafts:prepare_drafter", "name_drafter(runner)", "pass"),

@@ -11,7 +11,6 @@ MUTATIONS = mutations({
         ("keys are where queries are", "models.kinds:LinearAttention.segments", "start + heads * sum(widths[:i])", "start"),
         ("x comes after B and C", "models.kinds:_parts_of_slot", "_ROWS[spec.mamba_type.name]", '_ROWS["GDN_ATTN"]'),
         ("a slot counts what one rank has", "models.kinds:LinearAttention.of", " * heads // _key_heads(spec)", ""),
-        ("states of Mamba2's drafts are served", "models.kinds:LinearAttention.serves", " and spec.mamba_type.name not in _WITH_DRAFTS", " and False"),
         ("key heads are repeated", "models.kinds:LinearAttention.heads_of", "self.heads % layout.tp", "False"),
     ],
     "tests/engine/test_linear_attention.py::test_states_are_the_sources_byte_for_byte": [
@@ -24,6 +23,9 @@ MUTATIONS = mutations({
         ("the convolution goes on behind refused drafts", "worker.linear_states:settle", "inputs + accepted[some, None]", "inputs"),
         ("the matrix has not seen accepted drafts", "worker.linear_states:settle", "(first + accepted)[some]", "first[some]"),
         ("drafts never reach into another block", "worker.linear_states:settle", "((accepted > 0) | (first != last))", "(accepted > 0)"),
+    ],
+    "tests/vllm/patches/test_mamba2.py": [
+        ("a part of a prompt comes before requests that decode", "patches.linear_attention:_shortest_first", "0 if drafts.get(name) else num_tokens[name]", "0"),
     ],
     "tests/unit/models/test_kinds.py": [
         ("drafts take no slots", "models.kinds:LinearAttention.most_blocks", "most + self.drafts", "most"),
