@@ -26,7 +26,7 @@ from benchmarks.recipe_files import Options, at, config_of, overrides_of
 from benchmarks.record import ROOT, commit_of, table
 from pat_vllm.models.drafters import is_mtp
 from pat_vllm.models.images import SERVED
-from pat_vllm.models.model_classes import ModelClass, class_of
+from pat_vllm.models.model_classes import class_of
 from pat_vllm.models.model_rules import MODEL_RULES, QUANTIZATION, ModelFacts
 from pat_vllm.start.refused import RULES
 

@@ -76,8 +76,8 @@ def check_images(name: str, side: int, close: float) -> None:
         side: pixels of a token's side.
     """
     models = [random_model(name), random_model(f"{name}_updated")]
-    options = (f"{_VLLM}.mm_processor_cache_gb=0", *IN_PLACE)
-    with server(models[0], *options, limit_images=2) as pat:
+    options = (f"{_VLLM}.mm_processor_cache_gb=0", "limit_images=2", *IN_PLACE)
+    with server(models[0], *options) as pat:
         for step, model in enumerate(models):
             if step:
                 pat.do(pat.push(model, step))

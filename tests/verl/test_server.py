@@ -57,9 +57,7 @@ async def while_regrouping(pat: Server, work: Any, pause: float = 0.05) -> Any:
     return await task
 
 
-def in_layout(
-    pat: Server, tp: int, prompts: Sequence[Sequence[int]] = PROMPTS
-) -> list[Response]:
+def in_layout(pat: Server, tp: int, prompts: Sequence[Sequence[int]] = PROMPTS) -> list[Response]:
     """A batch that is generated in one layout from start to end."""
     assert pat.call("pat_switch", tp)
     return pat.generate_all(prompts, max_tokens=24)

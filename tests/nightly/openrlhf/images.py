@@ -7,35 +7,15 @@ import random
 from pathlib import Path
 
 from tests.support.random_models import make_model
-from tests.support.vision import PLACE, data_of, qwen2_5_vl
+from tests.support.vision import data_of, qwen2_5_vl
 
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
-_NEVER = 20.0
-"""How far below others a logit is that is never to be sampled."""
 
 
 def write_model(path: Path) -> Path:
-    """A Qwen2.5-VL in bfloat16 that never says what stands for an image or a video.
-
-    OpenRLHF lets a policy say them, and its training then looks for the image. So a model of noise
-    must not. Each token's first component is the same all the way, and these tokens' heads are
-    against it.
-    """
-    from safetensors.torch import load_file, save_file
-
+    """A Qwen2.5-VL in bfloat16."""
     make_model(path, arch="qwen2", heads=4, kv_heads=2, layers=2, gain=0.5, dtype="bfloat16")
     qwen2_5_vl(path)
-    file = path / "model.safetensors"
-    weights = load_file(file)
-    embeddings, head = weights["model.embed_tokens.weight"], weights["lm_head.weight"]
-    embeddings[:, 0] = embeddings.float().norm(dim=1).mean() / 2
-    head[:, 0] = 0
-    never = sorted({token for place in PLACE.values() for token in place})
-    head[never, 0] = -_NEVER
-    for name, weight in weights.items():
-        if name.startswith("model.") and name.endswith(("o_proj.weight", "down_proj.weight")):
-            weight[0] = 0
-    save_file(weights, file, metadata={"format": "pt"})
     return path
 
 

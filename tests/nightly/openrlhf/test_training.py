@@ -84,19 +84,23 @@ def test_linear_attention(arch: str, tmp_path: Path) -> None:
         assert_trained(run, steps=3, over_ray=True)
 
 
-@pytest.mark.parametrize("tower", ["trained", "frozen"])
-def test_images(tower: str, tmp_path: Path) -> None:
-    """The second step has the images of the first. OpenRLHF resets no cache of the tower's, and
-    sends no frozen weights."""
+@pytest.mark.parametrize("turns", ["one_turn", "two_turns"])
+def test_images(turns: str, tmp_path: Path) -> None:
+    """The second step has the images of the first. OpenRLHF resets no cache of the tower's, whose
+    weights change with one turn; with two they are frozen, which OpenRLHF does not send."""
+    agent = Path(__file__).with_name(f"{turns}.py")
     arguments = [
         *("--actor.model_name_or_path", str(write_model(tmp_path / "model"))),
         *("--data.prompt_dataset", str(write_prompts(tmp_path / "prompts.jsonl", 8))),
-        *("--data.max_images_per_prompt", "2", "--train.num_episodes", "2"),
-        *["--actor.freeze_visual_encoder"] * (tower == "frozen"),
+        *("--data.max_images_per_prompt", "3", "--train.num_episodes", "2"),
+        *("--train.agent_func_path", str(agent), "--data.max_len", "256"),
+        *["--actor.freeze_visual_encoder", "--vllm.enable_prefix_caching"] * (turns == "two_turns"),
     ]
     with training(*arguments, pat={**SWITCHING, "weights": "inplace"}) as run:
         assert_trained(run, steps=2, over_ray=True)
         assert "Qwen2_5_VLForConditionalGeneration" in run.output
+        if turns == "two_turns":
+            assert [step["turns"] for step in run.steps] == [2, 2]
 
 
 def test_separated_over_multiprocessing_then_a_killed_worker() -> None:

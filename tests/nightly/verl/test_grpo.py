@@ -122,7 +122,7 @@ def test_images(tmp_path: Path) -> None:
     images = (
         f"actor_rollout_ref.model.path={pictured_chat()}",
         *(f"data.{kind}_files={data}" for kind in ("train", "val")),
-        "actor_rollout_ref.rollout.limit_images=2",
+        "+actor_rollout_ref.rollout.limit_images=2",
         "+actor_rollout_ref.rollout.engine_kwargs.vllm.mm_processor_cache_gb=0",
     )
     with grpo(SCHEDULE, *IN_PLACE, *images) as run:
