@@ -84,23 +84,26 @@ def test_linear_attention(arch: str, tmp_path: Path) -> None:
         assert_trained(run, steps=3, over_ray=True)
 
 
-@pytest.mark.parametrize("turns", ["one_turn", "two_turns"])
-def test_images(turns: str, tmp_path: Path) -> None:
+AGENTS = (
+    *("--train.agent_func_path", str(Path(__file__).with_name("two_turns.py"))),
+    *("--data.max_len", "256", "--vllm.enable_prefix_caching", "--actor.freeze_visual_encoder"),
+)
+
+
+@pytest.mark.parametrize("agents", [False, True])
+def test_images(agents: bool, tmp_path: Path) -> None:
     """The second step has the images of the first. OpenRLHF resets no cache of the tower's, whose
-    weights change with one turn; with two they are frozen, which OpenRLHF does not send."""
-    agent = Path(__file__).with_name(f"{turns}.py")
-    arguments = [
+    weights change; those that are frozen it does not send."""
+    arguments = (
         *("--actor.model_name_or_path", str(write_model(tmp_path / "model"))),
         *("--data.prompt_dataset", str(write_prompts(tmp_path / "prompts.jsonl", 8))),
         *("--data.max_images_per_prompt", "3", "--train.num_episodes", "2"),
-        *("--train.agent_func_path", str(agent), "--data.max_len", "256"),
-        *["--actor.freeze_visual_encoder", "--vllm.enable_prefix_caching"] * (turns == "two_turns"),
-    ]
+        *(AGENTS if agents else ()),
+    )
     with training(*arguments, pat={**SWITCHING, "weights": "inplace"}) as run:
         assert_trained(run, steps=2, over_ray=True)
         assert "Qwen2_5_VLForConditionalGeneration" in run.output
-        if turns == "two_turns":
-            assert [step["turns"] for step in run.steps] == [2, 2]
+        assert not agents or [step["turns"] for step in run.steps] == [2, 2]
 
 
 def test_separated_over_multiprocessing_then_a_killed_worker() -> None:

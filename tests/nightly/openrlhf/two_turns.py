@@ -1,7 +1,4 @@
-"""Agents that are shown another image after their first turn. OpenRLHF loads this file by its path.
-
-For a model of noise: see `one_turn.py`.
-"""
+"""Agents that see another image after their first turn. OpenRLHF loads this file by its path."""
 
 from __future__ import annotations
 
@@ -13,7 +10,6 @@ from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor
 from PIL import Image
 
 _TOKENS = 40
-"""Of a turn."""
 
 
 class _Instance(AgentInstanceBase):  # type: ignore[misc]
@@ -37,17 +33,15 @@ class _Instance(AgentInstanceBase):  # type: ignore[misc]
         }
 
 
-class _Watched:
-    """An engine that answers in few tokens, none of which stands for an image."""
+class _Short:
+    """An engine whose answers are short, so that there is room for another turn."""
 
-    def __init__(self, engine: Any, placeholders: tuple[int, int]) -> None:
+    def __init__(self, engine: Any) -> None:
         self._engine = engine
-        self._placeholders = placeholders
 
     async def generate(self, prompt: list[int], params: Any, **rest: Any) -> Any:
         params = copy.copy(params)
         params.max_tokens = min(params.max_tokens, _TOKENS)
-        params.logit_bias = dict.fromkeys(self._placeholders, -100.0)
         return await self._engine.generate(prompt, params, **rest)
 
 
@@ -55,7 +49,5 @@ class AgentExecutor(MultiTurnAgentExecutor):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__(_Instance)
 
-    async def execute(self, *, hf_tokenizer: Any, llm_engine: Any, **rest: Any) -> Any:
-        placeholders = hf_tokenizer.image_token_id, hf_tokenizer.video_token_id
-        engine = _Watched(llm_engine, placeholders)
-        return await super().execute(hf_tokenizer=hf_tokenizer, llm_engine=engine, **rest)
+    async def execute(self, *, llm_engine: Any, **rest: Any) -> Any:
+        return await super().execute(llm_engine=_Short(llm_engine), **rest)
