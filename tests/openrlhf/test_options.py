@@ -142,8 +142,8 @@ def test_images_of_classes_that_are_served(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps({"architectures": ["Qwen2_5_VLForConditionalGeneration"]}))
     assert options.take_options(given) == options.EngineOptions({})
-    config.write_text(json.dumps({"architectures": ["Gemma3ForConditionalGeneration"]}))
-    with pytest.raises(ValueError, match=r"--data.max_images_per_prompt 2 .* Gemma3For.* Qwen3VL"):
+    config.write_text(json.dumps({"architectures": ["Gemma4ForConditionalGeneration"]}))
+    with pytest.raises(ValueError, match=r"--data.max_images_per_prompt 2 .* Gemma4For.* Qwen3VL"):
         options.take_options(given)
 
 

@@ -59,10 +59,13 @@ def test_overrides_are_those_of_the_branches_taken() -> None:
             {"mm_processor_cache_type"},
         ),
         (
-            "data.image_key=images actor_rollout_ref.model.path=Gemma-3-12b",
-            {"images of Gemma3"},
+            "data.image_key=images actor_rollout_ref.model.path=Gemma-4-E4B",
+            {"class not known", "images of Gemma4"},
         ),
-        ("actor_rollout_ref.model.path=Gemma-3-12b", {"`language_model_only` is not set"}),
+        (
+            "actor_rollout_ref.model.path=Gemma-4-E4B",
+            {"class not known", "`language_model_only` is not set"},
+        ),
         ("actor_rollout_ref.model.path=Qwen3.5-9B", set()),
         ("actor_rollout_ref.model.path=DeepSeek-V4-Flash", {"class not known"}),
         ("actor_rollout_ref.model.path=Nemotron-3-Nano-30B-A3B", {"experts of NemotronH"}),
