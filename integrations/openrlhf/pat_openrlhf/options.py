@@ -229,8 +229,10 @@ def _without_images(args: Mapping[str, Any]) -> str | None:
     """The class of the model if PAT serves it without images; None: with, or it is not on this
     disk, and vLLM finds out when an engine starts."""
     file = config_file(args["actor.model_name_or_path"] or "")
-    name = file and class_name(read_json_object(file, "model config"))
-    return None if name in (None, *SERVED) else name
+    if file is None:
+        return None
+    name = class_name(read_json_object(file, "model config"))
+    return None if name in SERVED else name
 
 
 def colocated(args: Mapping[str, Any]) -> bool:
