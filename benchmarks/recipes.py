@@ -25,7 +25,8 @@ from pat_verl.checks import refused_of
 from benchmarks.recipe_files import Options, at, config_of, overrides_of
 from benchmarks.record import ROOT, commit_of, table
 from pat_vllm.models.drafters import is_mtp
-from pat_vllm.models.model_classes import ModelClass, class_of
+from pat_vllm.models.images import SERVED
+from pat_vllm.models.model_classes import class_of
 from pat_vllm.models.model_rules import MODEL_RULES, QUANTIZATION, ModelFacts
 from pat_vllm.start.refused import RULES
 
@@ -115,9 +116,16 @@ class _Asked:
     def __getattr__(self, name: str) -> Any:
         return self
 
+    def __call__(self) -> Any:
+        return self
 
-def refused_options(options: Options, known: ModelClass | None, experts: bool) -> set[str]:
-    """The options of vLLM's, alone or in groups, that an engine refuses with a model of a class."""
+
+def refused_options(options: Options, class_: str, experts: bool) -> set[str]:
+    """The options of vLLM's, alone or in groups, that an engine refuses with a model of a class.
+
+    With `language_model_only`, false or true, among them it is a class that takes images.
+    """
+    known = class_of({"architectures": [class_]})
     groups = {name: value for name, value in options.items() if isinstance(value, Mapping)}
     given = {f"{group}.{name}" for group, values in groups.items() for name in values}
     given |= {*options, *(name for values in groups.values() for name in values)}
@@ -130,6 +138,8 @@ def refused_options(options: Options, known: ModelClass | None, experts: bool) -
         "cache_dtype": options.get("kv_cache_dtype"),
         "attention_config": backend,
         "hf_text_config": SimpleNamespace(to_dict=lambda: named),
+        "architecture": class_,
+        "supports_multimodal_inputs": not options.get("language_model_only", True),
     }
     asked: Any = _Asked({**renamed, **options})
     found = {
@@ -155,7 +165,7 @@ def refused_model(name: str) -> tuple[set[str], str, bool]:
     experts = bool(_EXPERTS.search(name)) or (known is not None and known.mixture)
     tested = (ROOT / "docs" / "limits.md").read_text()
     reasons = set()
-    if class_ and known is None and f"\n| {class_} |" not in tested:
+    if class_ and known is None and class_ not in SERVED and f"\n| {class_} |" not in tested:
         reasons.add("class not known")
     if known is not None and experts and not known.mixture:
         reasons.add(f"experts of {class_.removesuffix('ForCausalLM')}")
@@ -218,9 +228,10 @@ def _script(path: str, model: str, options: Options, images: bool, found: set[st
     reasons, class_, experts = refused_model(model)
     if images or _IMAGES.search(class_):
         options = {"language_model_only": False, **options}
-    found |= refused_options(options, class_of({"architectures": [class_]}), experts)
+    found |= refused_options(options, class_, experts)
     if images and "language_model_only" in found:
-        found = found - {"language_model_only"} | {"images"}
+        kind = class_.removesuffix("ForConditionalGeneration") or "a class that is not named"
+        found = found - {"language_model_only"} | {f"images of {kind}"}
     reasons |= {REASONS.get(each.rpartition(".")[2], each) for each in found}
     values = (str(value) for value in (options.get("quantization"), options.get("kv_cache_dtype")))
     return Script(path, frozenset(reasons), any("fp8" in value for value in values))

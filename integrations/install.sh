@@ -13,7 +13,7 @@ set -euo pipefail
 
 usage="usage: install.sh verl|openrlhf|trainers DIRECTORY [PYTHON] [BASE]"
 case ${1:?$usage} in
-verl) trainer=(verl==0.9.1) ;;
+verl) trainer=(verl==0.9.1 qwen-vl-utils==0.0.14) ;; # the latter for images
 openrlhf) trainer=(openrlhf==0.11.2) ;;
 trainers)
     # prime-rl imports two of its makers' packages. SkyRL asks for Python 3.12.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import os
 import signal
 from collections.abc import Callable
@@ -18,6 +20,7 @@ from tests.support.fork_server import Program
 from tests.support.fp8_on_cpu import PACKING, has_fp8_kv
 from tests.support.models import random_model
 from tests.support.serve import PATIENCE, Server
+from tests.support.vision import data_of
 
 MIGRATE = {"policy": {"kind": "static", "tp": 1}, "kv_transfer": "migrate"}
 
@@ -52,6 +55,41 @@ def test_text_of_a_class_for_images(tmp_path: Path) -> None:
     check_through_switches(Server(tmp_path / "serve.log", MIGRATE, **options))
 
 
+@pytest.mark.parametrize("model", ["qwen2_5_vl", "qwen3_vl"])
+def test_chats_about_images(model: str, tmp_path: Path) -> None:
+    server = Server(tmp_path / "serve.log", MIGRATE, Program, model=random_model(model))
+    check_through_switches(server, described)
+
+
+def described(server: Server, lengths: list[int]) -> list[tuple[str, int]]:
+    """A chat about an image for each length, all at once: text and number of tokens."""
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=PATIENCE)
+
+    def chat(index: int, tokens: int) -> tuple[str, int]:
+        (picture,) = data_of([("image", index, 128, 96 + 64 * (index // 2))])["image"]
+        file = io.BytesIO()
+        picture.save(file, "png")
+        url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+        parts = [
+            {"type": "image_url", "image_url": {"url": url}},
+            {"type": "text", "text": "What is this?"},
+        ]
+        answer = client.chat.completions.create(
+            model="tiny",
+            messages=[{"role": "user", "content": parts}],  # type: ignore[list-item, misc]
+            max_tokens=tokens,
+            temperature=0.0,
+            extra_body={"ignore_eos": True},
+        )
+        assert answer.usage is not None
+        return f"{answer.choices[0].message.content}", answer.usage.completion_tokens
+
+    with client, ThreadPoolExecutor(len(lengths)) as pool:
+        answers = list(pool.map(chat, range(len(lengths)), lengths))
+    assert len({text for text, _ in answers}) == len(lengths)
+    return answers
+
+
 def test_weights_and_kv_in_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layouts round differently, so that answers may differ from one that no switch was made in."""
     monkeypatch.setenv("VLLM_DISABLED_KERNELS", ",".join(PACKING))
@@ -62,14 +100,22 @@ def test_weights_and_kv_in_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     check_through_switches(server, same_text=False)
 
 
-def check_through_switches(server: Server, same_text: bool = True) -> None:
+def completed(server: Server, lengths: list[int]) -> list[tuple[str, int]]:
+    return server.complete(lengths, stream=False)
+
+
+def check_through_switches(
+    server: Server,
+    ask: Callable[[Server, list[int]], list[tuple[str, int]]] = completed,
+    same_text: bool = True,
+) -> None:
     """Greedy answers are the same, and all there, through switches under load."""
     lengths = [200] * 4
     try:
         server.wait_until_ready()
-        quiet = server.complete(lengths, stream=False)
+        quiet = ask(server, lengths)
         with ThreadPoolExecutor() as pool:
-            answers = pool.submit(server.complete, lengths, stream=False)
+            answers = pool.submit(ask, server, lengths)
             tp = 2
             while not answers.done():
                 server.switch(tp)

@@ -20,6 +20,7 @@ ARGUMENTS: dict[str, Any] = {
     "vllm.speculative_config": None,
     "vllm.num_engines": 1,
     "vllm.tensor_parallel_size": 4,
+    "actor.model_name_or_path": "ORGANIZATION/MODEL",
     "actor.num_nodes": 1,
     "actor.num_gpus_per_node": 4,
     "train.colocate_all": False,
@@ -121,7 +122,6 @@ def test_vllm_leaves_openrlhf_as_it_is() -> None:
             ("does not span nodes", "--vllm.tensor_parallel_size is 16"),
         ),
         ({"train.full_determinism_enable": True}, ("full_determinism_enable True", "measured")),
-        ({"data.max_images_per_prompt": 2}, ("--data.max_images_per_prompt 2", "text models")),
     ],
 )
 def test_refused(changed: dict[str, Any], parts: tuple[str, ...]) -> None:
@@ -132,6 +132,19 @@ def test_refused(changed: dict[str, Any], parts: tuple[str, ...]) -> None:
     assert f"--{option}" in str(error.value)
     for part in (*parts, *[repr(value)] * isinstance(value, str)):
         assert part in str(error.value)
+
+
+def test_images_of_classes_that_are_served(tmp_path: Path) -> None:
+    """A class is known where its checkpoint is at hand; elsewhere the engine says."""
+    given = arguments(data__max_images_per_prompt=2)
+    assert options.take_options(given) == options.EngineOptions({})
+    vars(given)["actor.model_name_or_path"] = str(tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"architectures": ["Qwen2_5_VLForConditionalGeneration"]}))
+    assert options.take_options(given) == options.EngineOptions({})
+    config.write_text(json.dumps({"architectures": ["Gemma4ForConditionalGeneration"]}))
+    with pytest.raises(ValueError, match=r"--data.max_images_per_prompt 2 .* Gemma4For.* Qwen3VL"):
+        options.take_options(given)
 
 
 def test_colocated_engines_that_cover_the_actors_gpus() -> None:

@@ -88,7 +88,7 @@ def example(kind: type[R], script: Path, *arguments: str, **environment: str) ->
             "RAY_TMPDIR": folder,
             "WORK": folder,
         }
-        inherited = {k: v for k, v in os.environ.items() if k not in ("RAY_ADDRESS", "PYTHONPATH")}
+        inherited = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
         log = Path(folder, "log")
         child = Child(
             [str(script), *arguments], log, _SILENCE, env={**inherited, **own, **environment}

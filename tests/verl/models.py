@@ -10,7 +10,9 @@ from typing import Any
 
 from tests.support.drafters import mimo
 from tests.support.models import cache_dir
+from tests.support.quiet import quiet_qwen2_5_vl
 from tests.support.random_models import kept_model
+from tests.support.vision import PLACE
 
 VOCAB = 512
 KNOWN = 320
@@ -119,6 +121,13 @@ def mtp_chat() -> Path:
     """A model for the GRPO example with an MTP module, of whose drafts some are accepted."""
     sizes = _SHAPE | _OF_ARCH["qwen2"] | {"arch": "qwen2", "repeat": 1.35}
     return _chat("mtp", sizes, range(VOCAB - END_TOKENS + 1, VOCAB), finish=mimo)
+
+
+def pictured_chat() -> Path:
+    """A Qwen2.5-VL for the GRPO example, with the end token that verl seeks in its tokenizer."""
+    sizes = _SHAPE | _OF_ARCH["qwen2"] | {"arch": "qwen2"}
+    first = min(token for place in PLACE.values() for token in place)
+    return _chat("pictured", sizes, range(first - 40, first), "<|im_end|>", quiet_qwen2_5_vl)
 
 
 def _chat(

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import tempfile
 import uuid
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -24,6 +24,17 @@ class Response:
     logprobs: tuple[float, ...]
     stop_reason: str
     global_steps: int | None
+
+
+class Pictured(list[int]):
+    """A prompt's token ids as verl's agent loops send them, with its images.
+
+    Each token of an image has its place.
+    """
+
+    def __init__(self, token_ids: Iterable[int], images: Sequence[Any]) -> None:
+        super().__init__(token_ids)
+        self.images = list(images)
 
 
 class Server:
@@ -58,6 +69,7 @@ class Server:
         output = await client.generate(
             uuid.uuid4().hex,
             prompt_ids=list(prompt),
+            image_data=prompt.images if isinstance(prompt, Pictured) else None,
             sampling_params={"temperature": 0.0, "logprobs": True} | sampling,
         )
         return Response(

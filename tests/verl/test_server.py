@@ -10,7 +10,7 @@ import asyncio
 import math
 import re
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -57,17 +57,22 @@ async def while_regrouping(pat: Server, work: Any, pause: float = 0.05) -> Any:
     return await task
 
 
-def in_layout(pat: Server, tp: int) -> list[Response]:
+def in_layout(pat: Server, tp: int, prompts: Sequence[Sequence[int]] = PROMPTS) -> list[Response]:
     """A batch that is generated in one layout from start to end."""
     assert pat.call("pat_switch", tp)
-    return pat.generate_all(PROMPTS, max_tokens=24)
+    return pat.generate_all(prompts, max_tokens=24)
 
 
-def regrouped(pat: Server, max_tokens: int = 80, pause: float = 0.05) -> list[Response]:
+def regrouped(
+    pat: Server,
+    max_tokens: int = 80,
+    pause: float = 0.05,
+    prompts: Sequence[Sequence[int]] = PROMPTS,
+) -> list[Response]:
     """A batch during which the layout changes."""
 
     async def batch() -> list[Response]:
-        requests = [pat.generate(p, max_tokens=max_tokens, ignore_eos=True) for p in PROMPTS]
+        requests = [pat.generate(p, max_tokens=max_tokens, ignore_eos=True) for p in prompts]
         return await while_regrouping(pat, asyncio.gather(*requests), pause)
 
     before = len(moved(pat))

@@ -15,7 +15,11 @@ from importlib.util import find_spec
 from typing import Any
 
 from pat_vllm.config import PATConfig
+from pat_vllm.files.reading import read_json_object
+from pat_vllm.models.checkpoint import config_file
 from pat_vllm.models.drafters import instead_of
+from pat_vllm.models.images import SERVED
+from pat_vllm.models.model_classes import class_name
 from pat_vllm.plugin import check_vllm_version
 
 TESTED_OPENRLHF = "0.11.2"
@@ -210,8 +214,8 @@ def check_arguments(args: Mapping[str, Any]) -> None:
         ),
         (
             "--data.max_images_per_prompt",
-            args["data.max_images_per_prompt"],
-            "PAT runs text models only",
+            args["data.max_images_per_prompt"] if (name := _without_images(args)) else 0,
+            f"PAT serves {name} with text alone, and with images {', '.join(SERVED)}",
         ),
     ):
         if value:
@@ -219,6 +223,16 @@ def check_arguments(args: Mapping[str, Any]) -> None:
                 f"{option} {value} does not go with --vllm_engine pat: {why}. Leave it out, or "
                 "use --vllm_engine vllm"
             )
+
+
+def _without_images(args: Mapping[str, Any]) -> str | None:
+    """The class of the model if PAT serves it without images; None: with, or it is not on this
+    disk, and vLLM finds out when an engine starts."""
+    file = config_file(args["actor.model_name_or_path"] or "")
+    if file is None:
+        return None
+    name = class_name(read_json_object(file, "model config"))
+    return None if name in SERVED else name
 
 
 def colocated(args: Mapping[str, Any]) -> bool:

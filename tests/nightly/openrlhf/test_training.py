@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.nightly.openrlhf.images import write_model, write_prompts
 from tests.openrlhf.training import COLOCATED, IN_SYNC, SWITCHING, assert_trained, training
 from tests.support.random_models import make_model
 
@@ -81,6 +82,28 @@ def test_linear_attention(arch: str, tmp_path: Path) -> None:
     pat = {**SWITCHING, "weights": "inplace"}
     with training(*model, *THREE_STEPS, pat=pat) as run:
         assert_trained(run, steps=3, over_ray=True)
+
+
+AGENTS = (
+    *("--train.agent_func_path", str(Path(__file__).with_name("two_turns.py"))),
+    *("--data.max_len", "256", "--vllm.enable_prefix_caching", "--actor.freeze_visual_encoder"),
+)
+
+
+@pytest.mark.parametrize("agents", [False, True])
+def test_images(agents: bool, tmp_path: Path) -> None:
+    """The second step has the images of the first. OpenRLHF resets no cache of the tower's, whose
+    weights change; those that are frozen it does not send."""
+    arguments = (
+        *("--actor.model_name_or_path", str(write_model(tmp_path / "model"))),
+        *("--data.prompt_dataset", str(write_prompts(tmp_path / "prompts.jsonl", 8))),
+        *("--data.max_images_per_prompt", "3", "--train.num_episodes", "2"),
+        *(AGENTS if agents else ()),
+    )
+    with training(*arguments, pat={**SWITCHING, "weights": "inplace"}) as run:
+        assert_trained(run, steps=2, over_ray=True)
+        assert "Qwen2_5_VLForConditionalGeneration" in run.output
+        assert not agents or [step["turns"] for step in run.steps] == [2, 2]
 
 
 def test_separated_over_multiprocessing_then_a_killed_worker() -> None:

@@ -63,7 +63,8 @@ _in_place_of("nemo_rl.distributed.stateless_process_group", StatelessProcessGrou
 torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = lambda *_: None  # type: ignore[assignment]
 plain_weights.apply()
 
-from nemo_rl.models.generation.vllm import vllm_backend, vllm_worker  # noqa: E402
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict  # noqa: E402
+from nemo_rl.models.generation.vllm import utils, vllm_backend, vllm_worker  # noqa: E402
 
 vllm_backend.packed_broadcast_consumer = _receive
 Extension = vllm_backend.VllmInternalWorkerExtension
@@ -114,3 +115,23 @@ def engine_options(
     extension = f"{Extension.__module__}.{Extension.__qualname__}"
     assert options["worker_extension_cls"] == extension
     return options | {"worker_extension_cls": f"{__name__}.Extension"}
+
+
+def prompts_of(
+    pictured: Sequence[tuple[list[int], list[Any]]], contents: list[str | None]
+) -> list[dict[str, Any]]:
+    """Prompts as NeMo-RL hands them to vLLM.
+
+    Args:
+        pictured: token ids and images of each.
+        contents: the text of each, in its first turn; None: its token ids are sent.
+    """
+    token_ids = [torch.tensor(ids) for ids, _ in pictured]
+    batch = {
+        "input_ids": torch.nn.utils.rnn.pad_sequence(token_ids, batch_first=True),
+        "input_lengths": torch.tensor([len(ids) for ids in token_ids]),
+        "vllm_content": contents,
+        "vllm_images": [images for _, images in pictured],
+    }
+    prompts: list[dict[str, Any]] = utils.format_prompt_for_vllm_generation(BatchedDataDict(batch))
+    return prompts

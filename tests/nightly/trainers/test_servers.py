@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import base64
+import io
 import json
 import threading
 import time
+import typing
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -16,13 +20,15 @@ from typing import Any, NamedTuple
 
 import psutil
 import pytest
+import typing_extensions
 
 from tests.engine.test_weight_updates import halves
-from tests.nightly.trainers import need
+from tests.nightly.trainers import images, need
 from tests.support.engines import Job, Outcome
 from tests.support.models import random_model
 from tests.support.serve import PATIENCE, Server
 from tests.support.stock import stock_answers
+from tests.support.vision import PLACE, data_of
 from tests.support.weight_transfer import Trainer
 
 OLD, NEW = "qwen3", "qwen3_updated"
@@ -133,21 +139,28 @@ DOORS = {
 
 @pytest.fixture(params=DOORS)
 def served(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Client, Door]]:
-    need(request.param.removesuffix("_ray"))
-    door = DOORS[request.param]
+    with serving(request.param, tmp_path / "serve.log", OLD) as client:
+        yield client, DOORS[request.param]
+
+
+@contextmanager
+def serving(name: str, log: Path, model: str, **options: Any) -> Iterator[Client]:
+    """Inside, a trainer's server runs; `options` of it besides."""
+    need(name.removesuffix("_ray"))
     server = Server(
-        tmp_path / "serve.log",
+        log,
         {
             "weights": "inplace",
             "enabled": True,
             "policy": POLICY,
         },
-        program=("-m", f"{HERE}.{request.param}_server"),
-        **{"model": random_model(OLD), "speculative-config": None, **door.options},
+        program=("-m", f"{HERE}.{name}_server"),
+        **{"model": random_model(model), "speculative-config": None, **DOORS[name].options},
+        **options,
     )
     try:
         server.wait_until_ready()
-        yield Client(server), door
+        yield Client(server)
     finally:
         server.kill()
 
@@ -205,3 +218,66 @@ def test_switches_probes_and_updates(served: tuple[Client, Door]) -> None:
     server.stop()  # by its own code, whose exit status differs
     _, left = psutil.wait_procs(server.family, timeout=PATIENCE)
     assert not left
+
+
+def test_images_by_skyrl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its client has images rendered, and posts what came of them with token ids."""
+    need("skyrl")
+    # It is for Python 3.12, from which on pydantic takes this one.
+    monkeypatch.setattr(typing, "TypedDict", typing_extensions.TypedDict)
+    from skyrl.backends.skyrl_train.inference_servers import remote_inference_client
+
+    def chunks(job: Job) -> Iterator[dict[str, Any]]:
+        """Text and images in turn, as Tinker's prompts have them."""
+        pictures = iter(data_of(job.media).get("image", []))
+        _, place, _ = PLACE["image"]
+        for token in job.prompt:
+            if token == place:
+                file = io.BytesIO()
+                next(pictures).save(file, "png")
+                data = base64.b64encode(file.getvalue()).decode()
+                yield {"type": "image", "data": data, "format": "png"}
+            else:
+                yield {"type": "encoded_text", "tokens": [token]}
+
+    async def sampled(url: str) -> list[tuple[list[int], list[float]]]:
+        client = remote_inference_client.RemoteInferenceClient(
+            proxy_url=url, server_urls=[url], data_parallel_size=1, model_name="tiny"
+        )
+        asked = [
+            client.sample(
+                {
+                    "json": {
+                        "prompt": {"chunks": [*chunks(job)]},
+                        "num_samples": 1,
+                        "sampling_params": {"temperature": 0.0}
+                        | {"max_tokens": job.sampling["max_tokens"]},
+                    }
+                }
+            )
+            for job in images.jobs().values()
+        ]
+        try:
+            answers = await asyncio.gather(*asked)
+        finally:
+            await client.teardown()
+        sequences = [sequence for answer in answers for sequence in answer["sequences"]]
+        return [(sequence["tokens"], sequence["logprobs"]) for sequence in sequences]
+
+    options = {"mm-processor-cache-gb": 0}
+    with serving("skyrl", tmp_path / "serve.log", images.OLD, **options) as client:
+        for model in (images.OLD, images.NEW):
+            if model != images.OLD:
+                by_skyrl(client, model)
+                client.post("/reset_prefix_cache")
+            before = switches(client.server)
+            answers = asyncio.run(sampled(client.server.url))
+            for (token_ids, logprobs), wanted in zip(
+                answers, images.expected(model).values(), strict=True
+            ):
+                # Its sampling parameters leave no way to go on after an end token.
+                count = len(token_ids)
+                assert token_ids == wanted.token_ids[:count]
+                assert logprobs == pytest.approx(wanted.logprobs[:count], abs=TOLERANCE)
+            assert sum(len(token_ids) for token_ids, _ in answers) > 40
+            assert switches(client.server) > before

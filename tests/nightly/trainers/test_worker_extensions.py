@@ -11,16 +11,18 @@ from typing import Any
 
 import pytest
 from torch.distributed import broadcast
+from vllm import SamplingParams
 from vllm.utils.network_utils import get_open_port
 
 import pat_vllm
 from tests.engine.test_ray import cluster  # noqa: F401
 from tests.engine.test_weight_updates import halves
-from tests.nightly.trainers import need
+from tests.nightly.trainers import images, need
 from tests.support.engines import Job, Outcome, engine, run, scheduler_of
 from tests.support.models import random_model
 from tests.support.same import PLAIN_TOLERANCE, assert_same
 from tests.support.stock import stock_answers
+from tests.support.vision import data_of
 from tests.support.weight_transfer import Sockets, trainer_of
 
 OLD, NEW = "qwen3", "qwen3_updated"
@@ -175,6 +177,38 @@ def test_new_weights_reach_every_layout(trainer: Any) -> None:
                 pat_vllm.switch(llm, tp=name)
                 assert_same(run(llm, batch()), stock_answers(model, batch()), PLAIN_TOLERANCE)
             model = OLD if model == NEW else NEW
+
+
+def test_images_by_nemo_rl(cluster: Any) -> None:  # noqa: F811
+    """Prompts as it writes them for its first turn and for later ones, with switches between."""
+    need("nemo_rl")
+    from tests.nightly.trainers.nemo_rl_on_cpu import engine_options, prompts_of
+
+    policy = {"kind": "schedule", "switch_at": {"3": 2}}
+    pat = {"weights": "inplace", "enabled": True, "policy": policy, "kv_transfer": "migrate"}
+    options = engine_options(str(random_model(images.OLD)), 2, pat, language_model_only=False)
+    jobs = images.jobs()
+    params = [SamplingParams(**job.sampling) for job in jobs.values()]
+    with engine(images.OLD, 2, pat, **options) as llm:
+        tokenizer = llm.get_tokenizer()
+        text = tokenizer.decode(jobs["one"].prompt)
+        assert tokenizer.encode(text) == jobs["one"].prompt
+        prompts = prompts_of(
+            [(job.prompt, data_of(job.media).get("image", [])) for job in jobs.values()],
+            [text, *[None] * (len(jobs) - 1)],
+        )
+        for model in (images.OLD, images.NEW):
+            if model != images.OLD:
+                by_nemo_rl(llm, model)
+                llm.reset_prefix_cache()
+            before = len(pat_vllm.report(llm).switches)
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            outcomes = {name: Outcome() for name in jobs}
+            for outcome, output in zip(outcomes.values(), outputs, strict=True):
+                outcome.take(output, piece=False)
+            assert_same(outcomes, images.expected(model), PLAIN_TOLERANCE)
+            made = pat_vllm.report(llm).switches[before:]
+            assert any(switch.migrated for switch in made), made
 
 
 def old_by_nemo_rl(llm: Any, jobs: Mapping[str, Job]) -> dict[str, Outcome]:

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("verl")
 
-from tests.verl.test_classes import check_pushes, check_text
+from tests.verl.test_classes import check_images, check_pushes, check_text
 
 
 @pytest.mark.parametrize(
@@ -20,3 +20,8 @@ def test_weights_pushed_between_regroups(arch: str, close: float) -> None:
 def test_text_of_a_vision_language_class() -> None:
     """Of stock vLLM's 3,840 tokens one in 1,000 is off by 1.8e-4, the worst by 3.1e-4."""
     check_text("qwen2_5_vl", 1e-3)
+
+
+def test_images() -> None:
+    """With deepstack."""
+    check_images("qwen3_vl", 32, 1e-3)

@@ -6,15 +6,21 @@ rounding only, unless a weight that the rollout used was not the actor's.
 
 from __future__ import annotations
 
+import io
 import re
 import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("verl")
 
+import pandas as pd
+
 from tests.nightly.verl.trainer import EXAMPLE, GRPO, grpo
-from tests.verl.models import mixture_chat, repeating_chat, small_chat
+from tests.support.vision import data_of
+from tests.verl.models import mixture_chat, pictured_chat, repeating_chat, small_chat
 
 pytestmark = pytest.mark.timeout(2400)
 
@@ -108,6 +114,48 @@ def test_kinds_of_state(arch: str) -> None:
         run.succeed()
         check_steps(run, tolerance=1e-4, long_tail=False)
         run.leaves_nothing()
+
+
+def test_images(tmp_path: Path) -> None:
+    """Each step has the images of the step before. VeRL trains towers, and sends them, too."""
+    data = write_pictured(tmp_path / "train.parquet")
+    images = (
+        f"actor_rollout_ref.model.path={pictured_chat()}",
+        *(f"data.{kind}_files={data}" for kind in ("train", "val")),
+        "+actor_rollout_ref.rollout.limit_images=2",
+        "+actor_rollout_ref.rollout.engine_kwargs.vllm.mm_processor_cache_gb=0",
+    )
+    with grpo(SCHEDULE, *IN_PLACE, *images) as run:
+        run.succeed()
+        check_steps(run, tolerance=1e-4, long_tail=False)
+        run.leaves_nothing()
+
+
+def pictures_of(index: int) -> list[Any]:
+    """Images of 6 tokens each, one or two."""
+    return data_of([("image", 2 * index + i, 84, 56) for i in range(1 + index % 2)])["image"]
+
+
+def write_pictured(path: Path) -> Path:
+    """As many questions as a step has, with an image or two each."""
+    rows = []
+    for index in range(4):
+        images = []
+        for picture in pictures_of(index):
+            file = io.BytesIO()
+            picture.save(file, "png")
+            images.append({"bytes": file.getvalue(), "path": None})
+        question = "<image>" * len(images) + f"What is this, {index}?"
+        row = {
+            "data_source": "toy",
+            "prompt": [{"role": "user", "content": question}],
+            "images": images,
+            "reward_model": {"style": "rule", "ground_truth": ""},
+            "extra_info": {"index": index},
+        }
+        rows.append(row)
+    pd.DataFrame(rows).to_parquet(path)
+    return path
 
 
 def test_vllm_with_pats_executor_then_a_worker_dies() -> None:

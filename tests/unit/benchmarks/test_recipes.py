@@ -51,8 +51,22 @@ def test_overrides_are_those_of_the_branches_taken() -> None:
         ("actor_rollout_ref.rollout.expert_parallel_size=4", {"EP"}),
         ("actor_rollout_ref.model.lora_rank=8", {"LoRA, not merged"}),
         ("actor_rollout_ref.model.lora_rank=8 actor_rollout_ref.model.lora.merge=True", set()),
-        ("data.image_key=images", {"images"}),
-        ("actor_rollout_ref.model.path=Qwen3.5-9B", {"`language_model_only` is not set"}),
+        ("data.image_key=images", {"images of Qwen3ForCausalLM"}),
+        ("data.image_key=images actor_rollout_ref.model.path=Qwen3-VL-8B", set()),
+        (
+            "data.image_key=images actor_rollout_ref.model.path=Qwen3-VL-8B "
+            "+actor_rollout_ref.rollout.engine_kwargs.vllm.mm_processor_cache_type=shm",
+            {"mm_processor_cache_type"},
+        ),
+        (
+            "data.image_key=images actor_rollout_ref.model.path=Gemma-4-E4B",
+            {"class not known", "images of Gemma4"},
+        ),
+        (
+            "actor_rollout_ref.model.path=Gemma-4-E4B",
+            {"class not known", "`language_model_only` is not set"},
+        ),
+        ("actor_rollout_ref.model.path=Qwen3.5-9B", set()),
         ("actor_rollout_ref.model.path=DeepSeek-V4-Flash", {"class not known"}),
         ("actor_rollout_ref.model.path=Nemotron-3-Nano-30B-A3B", {"experts of NemotronH"}),
         ("+actor_rollout_ref.rollout.engine_kwargs.vllm.watermark_config=x", {"watermark_config"}),
