@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from pat_vllm.patches.expert_layers import keep_plain_experts
@@ -48,6 +49,21 @@ def keep_plain_weights(model: nn.Module) -> None:
             module._cpu_skip_gemm_dispatch = True  # type: ignore[attr-defined]  # vLLM's own name
         elif isinstance(module, VocabParallelEmbedding):
             module.quant_method = _plain_embedding()()
+
+
+@contextmanager
+def kept_input_norms(model: nn.Module) -> Iterator[None]:
+    """Inside, weights are loaded; what scales pixels for a vision tower stays as it was made.
+
+    Without it: `load_format="dummy"`, with which trainers start engines that they send the weights,
+    puts noise in there, too. It is in no checkpoint, and no trainer sends it. Missing seam: vLLM's
+    dummy loader takes every persistent buffer for a weight.
+    """
+    norms = [module for module in model.modules() if type(module).__name__ == "FusedMMInputNorm"]
+    kept = [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers()]
+    yield
+    for buffer, value in kept:
+        buffer.copy_(value)
 
 
 def _refuse_packing(layer: QwenGatedDeltaNetAttention) -> None:

@@ -25,7 +25,7 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from pat_vllm.layout import Layout
 from pat_vllm.patches.compat import external_weight_memory
-from pat_vllm.patches.weights import tie_word_embeddings
+from pat_vllm.patches.weights import kept_input_norms, tie_word_embeddings
 from pat_vllm.weights.drafter import Drafter, is_drafters
 from pat_vllm.weights.model_weights import model_weights
 from pat_vllm.weights.weight import Weight
@@ -203,7 +203,8 @@ class BaseLayoutLoader(_LayoutLoader):
         strategy, named = self.strategy_for(model_config), _named(model, model_config)
         # An unsupported model should fail before its weights are read, which may take minutes.
         strategy.check(named)
-        self.loader.load_weights(model, model_config)
+        with kept_input_norms(model):
+            self.loader.load_weights(model, model_config)
         tie_word_embeddings(model, model_config)
         strategy.capture(named)
 
