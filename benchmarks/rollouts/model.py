@@ -114,7 +114,7 @@ def optimize(
     """Train a model.
 
     Args:
-        of_layers: parameters of its layers, whose matrices get another optimizer than the rest.
+        of_layers: parameters of its layers, whose matrices get Muon, which computes in bfloat16.
         batches: tokens of each, and what computes its loss.
         tokens: after so many it ends.
     """
@@ -122,10 +122,12 @@ def optimize(
 
     inside = [p for p in of_layers if p.dim() == 2]
     others = [p for p in model.parameters() if all(p is not inner for inner in inside)]
-    optimizers = (
-        torch.optim.Muon(inside, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0),
-    )
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0)
+    ]
+    if inside:
+        muon = torch.optim.Muon(inside, weight_decay=0.05, adjust_lr_fn="match_rms_adamw")
+        optimizers.append(muon)
     seen = 0
     for step, (of_batch, loss_of) in enumerate(batches):
         if seen >= tokens:

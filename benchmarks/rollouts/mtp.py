@@ -63,8 +63,7 @@ def train(path: Path, tokens: int = TOKENS, seed: int = 0) -> None:
     model = Qwen2ForCausalLM(config).train()
     module = _module(config)
     whole = torch.nn.ModuleDict({"model": model, "mtp": module}).train()
-    layers = [*model.model.layers.parameters(), *module.parameters()]
-    optimize(whole, layers, _batches(tokenizer, partial(_loss, model, module), seed), tokens)
+    optimize(whole, [], _batches(tokenizer, partial(_loss, model, module), seed), tokens)
 
     path.mkdir(parents=True)
     tokenizer.save_pretrained(path)
