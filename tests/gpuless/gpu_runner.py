@@ -175,6 +175,12 @@ class Runner:
     def maybe_remove_all_loras(self, config: None) -> None:
         pass
 
+    def reset_mm_cache(self) -> None:
+        """It takes text alone."""
+
+    def reset_encoder_cache(self) -> None:
+        """Likewise."""
+
     def capture_model(self, profile_only: bool = False) -> int:
         """Layouts share a pool: a layout takes what its graphs need beyond the others'."""
         if profile_only:

@@ -138,6 +138,8 @@ class Worker(PATGPUWorker):
             speculative_config=None,
             speculator=None,
             get_kv_cache_spec=lambda: {},
+            reset_mm_cache=lambda: None,
+            reset_encoder_cache=lambda: None,
         )
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
