@@ -122,6 +122,9 @@ class Runner:
     def get_model(self) -> nn.Module:
         return self._model
 
+    def reset_encoder_cache(self) -> None:
+        """It takes text alone."""
+
     def execute_model(self) -> torch.Tensor:
         """Queue a step; returns something of its output, on the device."""
         every = [weight.current.clone() for weight in model_weights(self._model)]

@@ -198,11 +198,13 @@ def test_model_runner_v1_has_graphs_of_pieces_only(monkeypatch: pytest.MonkeyPat
 def test_the_tokens_of_model_runner_v1_on_the_device_are_there_once() -> None:
     """Whichever layout has room for more requests."""
     state_transfer: Any = V1RequestStateTransfer()
+    text: dict[str, Any] = {"get_model": lambda: None}
     for order in ((4, 2), (2, 4)):
-        host, other = (SimpleNamespace(token_ids_gpu_tensor=torch.zeros(n, 8)) for n in order)
+        tokens = [torch.zeros(n, 8) for n in order]
+        host, other = (SimpleNamespace(token_ids_gpu_tensor=own, **text) for own in tokens)
         state_transfer.share(host, other)
         shared = [runner.token_ids_gpu_tensor for runner in (host, other)]
         assert [len(tokens) for tokens in shared] == [*order]
         assert shared[0].data_ptr() == shared[1].data_ptr()
-    state_transfer.share(SimpleNamespace(), other := SimpleNamespace())
-    assert not vars(other), "a drafter on the host has none"
+    state_transfer.share(SimpleNamespace(**text), other := SimpleNamespace(**text))
+    assert vars(other) == text, "a drafter on the host has none"
