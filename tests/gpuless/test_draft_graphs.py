@@ -198,7 +198,7 @@ def test_model_runner_v1_has_graphs_of_pieces_only(monkeypatch: pytest.MonkeyPat
 def test_the_tokens_of_model_runner_v1_on_the_device_are_there_once() -> None:
     """Whichever layout has room for more requests."""
     state_transfer: Any = V1RequestStateTransfer()
-    text: dict[str, Any] = {"get_model": lambda: None}
+    text: dict[str, Any] = {"get_model": lambda: None, "speculative_config": None}
     for order in ((4, 2), (2, 4)):
         tokens = [torch.zeros(n, 8) for n in order]
         host, other = (SimpleNamespace(token_ids_gpu_tensor=own, **text) for own in tokens)
