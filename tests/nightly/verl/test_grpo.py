@@ -41,7 +41,7 @@ def check_steps(run: GRPO, tolerance: float = 1e-5, long_tail: bool = True) -> N
     steps, rollouts = run.steps()[:3], run.rollouts()[:3]
     assert len(steps) == len(rollouts) == 3
     for step, rollout in zip(steps, rollouts, strict=True):
-        assert step.probs_diff_max < tolerance
+        assert step.probs_diff_max < tolerance, steps
         assert not long_tail or step.longest > 2 * step.mean_length
         assert rollout.startswith("16 responses")
         live = re.findall(r"tp1dp2 -> tp2dp1 at \S+ s, (\d+) live", rollout)
