@@ -119,8 +119,9 @@ def test_kinds_of_state(arch: str) -> None:
 def test_images(tmp_path: Path) -> None:
     """Each step has the images of the step before. VeRL trains towers, and sends them, too.
 
-    With stock vLLM's rollouts its training sees probabilities of the same tokens that are up to 0.27
-    off in the second step; why is not known. So numbers are those of `tests/verl/test_classes.py`.
+    With stock vLLM's rollouts (`rollout.name=vllm rollout.load_format=auto` in place of PAT's
+    options) its training sees probabilities of the same tokens that are up to 0.27 off in the
+    second step; why is not known. So `tests/verl/test_classes.py` compares numbers.
     """
     data = write_pictured(tmp_path / "train.parquet")
     images = (
