@@ -138,6 +138,7 @@ class Worker(PATGPUWorker):
             speculative_config=None,
             speculator=None,
             get_kv_cache_spec=lambda: {},
+            get_model=lambda: None,
             reset_mm_cache=lambda: None,
             reset_encoder_cache=lambda: None,
         )

@@ -125,6 +125,9 @@ class Runner:
     def reset_encoder_cache(self) -> None:
         """It takes text alone."""
 
+    def reset_mm_cache(self) -> None:
+        """Likewise."""
+
     def execute_model(self) -> torch.Tensor:
         """Queue a step; returns something of its output, on the device."""
         every = [weight.current.clone() for weight in model_weights(self._model)]
