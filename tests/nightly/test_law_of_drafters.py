@@ -30,7 +30,7 @@ from tests.support.models import random_model
 from tests.support.pool import EngineSpec
 
 __all__ = ["in_step"]
-BATCH, BATCHES = 250, 8
+BATCH, BATCHES = 250, 24
 SCRIPTS = (Script(2, 2, 1, 1), Script(1, 2, 2, 0), Script(2, 1, 1, 2), Script(1, 0, 2, 2))
 REQUESTS = (Sampling(), Sampling(temperature=1.5), Sampling())
 """How the requests of a batch draw, in turn. The last have seeds."""

@@ -209,7 +209,7 @@ SPECS: dict[str, dict[str, Any]] = {
     "eight_kv_heads": dict(arch="qwen3", heads=8, kv_heads=8, max_position_embeddings=16_384),
     # So few tokens that the law of sampled text can be computed. Most likely goes on in its phrase.
     "vocab16": dict(_VOCAB16, arch="qwen3"),
-    "vocab16_qwen2": dict(_VOCAB16, arch="qwen2"),
+    "vocab16_qwen2": dict(_VOCAB16, arch="qwen2", heads=2, kv_heads=2),
 }
 # The same, quantized: every rank of four has whole blocks of 128 x 128, but of experts.
 FP8: dict[str, tuple[str, Any]] = {
