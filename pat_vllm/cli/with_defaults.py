@@ -11,7 +11,8 @@ from pat_vllm.models.model_classes import class_of
 
 
 def with_defaults(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The fields of the text model of a `config.json`, as transformers' class for it has them.
+    """The fields of the text model of a `config.json`, as transformers' class for it has them, and
+    as `vision_config` those of its vision tower, if it has one.
 
     Returns:
         None: transformers is not installed, or does not know the model.
@@ -39,4 +40,6 @@ def with_defaults(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     beside = config.get("text_config")
     if text is not whole and not (isinstance(beside, dict) and "tie_word_embeddings" in beside):
         fields["tie_word_embeddings"] = whole.tie_word_embeddings
+    if (vision := getattr(whole, "vision_config", None)) is not None:
+        fields["vision_config"] = fields_of(vision)
     return fields

@@ -19,7 +19,8 @@ from pat_vllm.models.quantization import quantization_config
 
 WithDefaults = Callable[[Mapping[str, Any]], Mapping[str, Any] | None]
 """A function that completes a `config.json`: it returns the fields of the text model, with those
-that the file leaves out, or None if it does not know them."""
+that the file leaves out, and as `vision_config` those of its tower; None if it does not know
+them."""
 
 
 class NamedConfig(NamedTuple):
@@ -27,7 +28,7 @@ class NamedConfig(NamedTuple):
 
     Attributes:
         text_only: whether the model takes more than text, of which PAT serves the text alone.
-        with_tower: all of its `config.json`, if PAT serves it with images.
+        with_tower: its `config.json` with the sizes of its tower, if PAT serves it with images.
     """
 
     fields: Mapping[str, Any]
@@ -74,9 +75,13 @@ def named_config(model: str, with_defaults: WithDefaults = lambda config: None) 
     has_more = any(isinstance(config.get(part), dict) for part in ("text_config", "vision_config"))
     if (quantization := quantization_config(config)) is not None:
         fields = {**fields, "quantization_config": quantization}
-    served = has_more and class_name(config) in SERVED
     name = path.resolve().parent.name
-    return NamedConfig(fields, name, has_more and not served, config if served else None)
+    vision = fields.get("vision_config", config.get("vision_config"))
+    if vision is None or class_name(config) not in SERVED:
+        return NamedConfig(fields, name, has_more)
+    return NamedConfig(
+        fields, name, with_tower={**config, "text_config": fields, "vision_config": vision}
+    )
 
 
 class NamedDrafter(NamedTuple):

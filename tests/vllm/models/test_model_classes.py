@@ -119,7 +119,8 @@ def test_published_sizes(name: str, tmp_path: Path) -> None:
     found = named_config(written(tmp_path, name, config), with_defaults)
     size = ModelSize.of(found.fields)
     assert size.resident_weights(1) / 1e9 == pytest.approx(billions, rel=0.015)
-    assert found.text_only == ("text_config" in config)
+    assert (found.with_tower is not None) == ("text_config" in config)
+    assert not found.text_only
     windows = {"gemma-3-12b": 40, "gemma-3-27b": 52, "OLMo-3-7B": 24}
     assert size.window_layers == windows.get(name, 0)
     if name == "gemma-3-27b":
@@ -136,7 +137,7 @@ def test_the_command_takes_defaults_from_transformers(tmp_path: Path) -> None:
     assert code == 0, text
     content = json.loads(output.read_text())
     assert content["engines"].endswith("gemma on 2 x H200 (nvlink)")
-    assert "language_model_only=True" in content["settings"]["LLM"]
+    assert "language_model_only" not in content["settings"]["LLM"]  # it takes images
     words, config = REFUSED["Granite-4.0-H-Micro"]
     code, text = invoke("advise", "--model", written(tmp_path, "g", config), "--gpu", "H100")
     assert code == 2 and words in text

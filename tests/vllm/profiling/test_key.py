@@ -118,7 +118,7 @@ def test_draft_lengths_that_can_be_measured() -> None:
         return _draft_lengths(config, (0, 1, 2, 4, 7))
 
     assert lengths("ngram", use_v2=False) == lengths("ngram_gpu", use_v2=True) == (1, 2, 4, 7)
-    assert lengths("mtp", use_v2=True) == (1, 2, 4, 7)
-    assert lengths("ngram_gpu", use_v2=False) == lengths("mtp", use_v2=False) == ()
+    assert lengths("mtp", use_v2=True) == lengths("mtp", use_v2=False) == (1, 2, 4, 7)
+    assert lengths("ngram_gpu", use_v2=False) == ()
     without: Any = SimpleNamespace(speculative_config=None)
     assert _draft_lengths(without, ()) == ()

@@ -90,7 +90,9 @@ class Models:
         self.layout = layout
         self.config = layout_config(engine, Setup.of(engine), layout, rank)
         self.runner = SimpleNamespace(
-            get_model=lambda: self.target, get_draft_model=lambda: self.drafter
+            get_model=lambda: self.target,
+            get_draft_model=lambda: self.drafter,
+            req_states=None,  # as Model Runner V2 has some
         )
         self._rank = layout.tp_rank_of(rank)
 
