@@ -153,7 +153,7 @@ MUTATIONS = mutations({
     "tests/vllm/patches/test_drafts.py": [
         ("a step of 0 drafts asks for the drafter", "patches.drafts:skip_empty_drafts", "config if drafts or not samples else None", "config"),
         ("ngram_gpu is asked for its longest drafts", "patches.drafts:_propose_some", "drafts[:, :num_speculative_tokens]", "drafts"),
-        ("no request drafts near the longest context", "patches.drafts:draft_near_the_longest_context", 'runner.speculative_config.method == "ngram"', 'runner.speculative_config.method == "ngram_gpu"'),
+        ("no request drafts near the longest context", "patches.drafts:draft_near_the_longest_context", 'runner.speculative_config.method == "ngram_gpu"', 'runner.speculative_config.method == "ngram"'),
     ],
     "tests/vllm/patches/test_dead_engine.py": [
         ("calls wait for an engine that has said that it is dead", "patches.dead_engine:_set_dead", "if dead and client", "if client and not dead and client"),
