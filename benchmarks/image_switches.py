@@ -20,9 +20,9 @@ from benchmarks.record import Summary, machine, table, write_results
 
 BAR = 1.1
 LIVE = 8
-IMAGES = 20
-"""Of a request, with 64 tokens each."""
-TOKENS = 1280
+SIDES = 40, 32
+"""Tokens of an image, which is all of a prompt, in its width and height."""
+TOKENS = SIDES[0] * SIDES[1]
 STEPS_BETWEEN = 2
 
 
@@ -40,10 +40,11 @@ def main() -> None:
     pat = {"kv_transfer": "migrate", "weights": "inplace"}
     options: dict[str, Any] = {
         "language_model_only": False,
-        "limit_mm_per_prompt": {"image": IMAGES, "video": 0},
+        "limit_mm_per_prompt": {"image": 1, "video": 0},
+        "mm_processor_kwargs": {"size": {"shortest_edge": 28**2, "longest_edge": TOKENS * 28**2}},
         "max_model_len": 2048,
         "max_num_batched_tokens": 2048,
-        "kv_cache_memory_bytes": 128 << 20,
+        "kv_cache_memory_bytes": 256 << 20,
     }
     stalls: dict[str, list[float]] = {"images": [], "text": []}
     parts: dict[str, list[dict[str, float]]] = {"images": [], "text": []}
@@ -86,14 +87,15 @@ def switches(llm: Any, kind: str, batch: int, number: int) -> list[Any]:
     from tests.support.vision import PLACE
 
     assert llm.reset_prefix_cache()
-    sampling = {"temperature": 0.0, "ignore_eos": True, "max_tokens": STEPS_BETWEEN * number + 8}
+    sampling = {"temperature": 0.0, "ignore_eos": True, "max_tokens": STEPS_BETWEEN * number + 40}
     names = {f"{kind}-{batch}-{i}": 0 for i in range(LIVE)}
     for i, name in enumerate(names):
         seed = 1000 * batch + 100 * i
-        job = Job([3 + (seed + j) % 300 for j in range(TOKENS + 2 * IMAGES)], sampling)
+        job = Job([3 + (seed + j) % 300 for j in range(TOKENS + 2)], sampling)
         if kind == "images":
-            media = tuple(("image", 10_000 + seed + j, 224, 224) for j in range(IMAGES))
-            job = Job(PLACE["image"] * IMAGES, sampling, media=media)
+            width, height = (28 * side for side in SIDES)
+            media = (("image", 10_000 + seed, width, height),)
+            job = Job(PLACE["image"], sampling, media=media)
         add_job(llm, name, job)
     begun = len(pat_vllm.report(llm).switches)
     for i in range(number):
