@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 import vllm.v1.worker.gpu.mm.rope as rope
+from vllm.model_executor.layers.fusion.mm_input_norm import FusedMMInputNorm
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
 from pat_vllm.patches.runners import share_image_embeddings, threefold_positions_in
+from pat_vllm.patches.weights import kept_input_norms
 from pat_vllm.worker.images import clear_deepstack, put_encoder_inputs, without_data
 
 
@@ -87,3 +89,18 @@ def test_layouts_pin_positions_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert taken[0].gpu.data_ptr() == taken[1].gpu.data_ptr()
     with threefold_positions_in(kept, SimpleNamespace(), most_requests=4):  # type: ignore[arg-type]
         assert rope.StagedWriteTensor is Tensor
+
+
+def test_a_dummy_load_leaves_what_scales_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.custom_op import CustomOp
+
+    monkeypatch.setattr(CustomOp, "dispatch_forward", lambda self, **options: None)
+    norm = FusedMMInputNorm([0.5] * 3, [0.5] * 3, 1 / 255)
+    model = torch.nn.ModuleDict({"norm": norm, "linear": torch.nn.Linear(2, 2)})
+    before = [buffer.clone() for buffer in norm.buffers()]
+    assert before
+    with kept_input_norms(model), torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.fill_(7)
+    assert all(map(torch.equal, norm.buffers(), before))
+    assert all((weight == 7).all() for weight in model["linear"].parameters())

@@ -19,6 +19,7 @@ MUTATIONS = mutations({
         ("a state takes pixels along", "worker.images:without_data", "replace(feature, data=None)", "feature"),
         ("layouts have embeddings of their own", "patches.runners:share_image_embeddings", "larger[: len(own[key])], larger[: len(shared[key])]", "own[key], shared[key]"),
         ("the first layout's positions are those of all", "patches.runners:threefold_positions_in", "each * most_requests", "each * runner.max_num_reqs"),
+        ("a dummy load scales pixels by noise", "patches.weights:kept_input_norms", "buffer.copy_(value)", "pass"),
         ("deepstack is as sleep left it", "worker.images:clear_deepstack", "level.zero_()", "pass"),
     ],
     "tests/vllm/start/test_bad_input.py": [
